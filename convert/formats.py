@@ -5,7 +5,6 @@ tensors that store one weight, and the class that dequantises them.
 """
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from convert.dequantize import FLOATS, Awq, Blocks, Bnb4, Bnb8, Gptq, PackedIntegers
-from convert.hub import read_json
 from convert.packed import BF16, E4M3, Fp8Blocks, Mxfp4, Packed
-from convert.tensors import Tensor, open_tensors
+from convert.tensors import Tensor
 
 
 INTEGERS = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
@@ -105,16 +103,6 @@ def unpack(tensors: Mapping[str, Tensor], stored: Mapping[str, Any] | None = Non
     plain = max((t for t in rest.values() if t.dtype in FLOATS), key=lambda t: t.nbytes, default=None)
     dtype = plain.dtype if plain else BF16
     return rest | {name: replace(whole, dtype=dtype) for name, whole in packed.items()}
-
-
-def opened(folder: str | os.PathLike[str]) -> dict[str, Tensor | Packed]:
-    """Opens the weights of a checkpoint's folder, stored as its config.json says."""
-    return unpack(open_tensors(folder), quantization(folder))
-
-
-def quantization(folder: str | os.PathLike[str]) -> Mapping[str, Any] | None:
-    """Reads the quantization_config of a folder's config.json; None if it has none."""
-    return read_json(os.path.join(folder, "config.json")).get("quantization_config")
 
 
 def _is(stored: Mapping[str, Any], key: str) -> bool:

@@ -71,7 +71,7 @@ from zoo.generation.engine import Completion, Engine, complete
 from zoo.generation.generate import generate, stream
 from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import ModelDraft, MTPDraft
-from zoo.load import config, fingerprint, inspect, load, names, save, tokenizer
+from zoo.load import config, fingerprint, inspect, load, save, tokenizer
 from zoo.mesh import make_mesh
 from zoo.models import (
     deepseek2,
@@ -98,6 +98,7 @@ from zoo.models import (
     smollm3,
 )
 from zoo.registry import register
+from zoo.source import names
 from zoo.weights import peft
 
 

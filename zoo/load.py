@@ -1,6 +1,5 @@
 """Load and save checkpoints: models, configs and tokenizers, by zoo name, Hub repository or folder."""
 
-import difflib
 import functools
 import json
 import os
@@ -16,32 +15,26 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-import convert.formats
+import convert.files
 import convert.hub
 import convert.machine
 import convert.tensors
-import zoo.weights.checkpoint
-import zoo.weights.gather
 from zoo import registry
-from zoo.config import read as read_config
 from zoo.config import write as write_config
 from zoo.mesh import make_mesh
-from zoo.nn.model import AbstractConfig, AbstractModel, Family
+from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.quantized import STORED
+from zoo.source import Source
 from zoo.text.prompts import processor_of
 from zoo.text.tokenizer import Tokenizer, chat_template_of
+from zoo.weights import checkpoint, gather
 
 
-def names() -> list[str]:
-    """List the zoo names that `load`, `config` and `tokenizer` take, beside Hub repositories and folders.
-
-    The last ones, gpt3-*, have no published weights to load.
-    """
-    return [*registry.EMBEDDED, *registry.REPOSITORIES, *registry.TOKENIZERS]
+Named = str | os.PathLike[str] | Source  # a zoo name, a Hub repository "org/name", or a folder; or a checkpoint opened
 
 
 def load(
-    source: str | os.PathLike[str],
+    source: Named,
     *,
     dtype: DTypeLike | None = None,
     mesh: Mesh | str | None = None,
@@ -56,7 +49,8 @@ def load(
 
     Args:
         source: a zoo name, a Hub repository "org/name" (downloaded by huggingface_hub, which keeps a cache and reads
-            HF_TOKEN and HF_HUB_OFFLINE), or a folder with config.json and safetensors.
+            HF_TOKEN and HF_HUB_OFFLINE), or a folder with config.json and safetensors; or one of these that was opened
+            before, as a `Source`.
         dtype: dtype of the floating point weights, such as "bfloat16"; None keeps the checkpoint's.
         mesh: a mesh, or its description for `zoo.make_mesh`, such as "fsdp=-1". Each weight is placed on its devices by
             the family's `partition_rules`, and each process reads only what its devices need.
@@ -87,16 +81,16 @@ def load(
         raise ValueError(f"quantize={quantize!r} is none of {', '.join(STORED)}.")
     if isinstance(mesh, str):
         mesh = make_mesh(mesh)
-    folder = folder_of(source, revision, weights=True)
-    family, parsed = family_and_config(folder)
-    tensors = convert.formats.opened(folder)
-    zoo.weights.checkpoint.check_sizes(parsed, tensors)
+    source = _opened(source, revision, weights=True)
+    family, config = source.family, source.config
+    tensors = source.tensors()
+    checkpoint.check_sizes(config, tensors)
     if verify:
-        convert.tensors.verify_files(folder, slice(jax.process_index(), None, jax.process_count()))
-    skeleton = zoo.weights.checkpoint.skeleton(family, parsed, parts)
-    return zoo.weights.checkpoint.fill(
-        skeleton, tensors, family, dtype=dtype, mesh=mesh, format=quantize, check_values=check_values, mmap=mmap
-    )
+        convert.tensors.verify_files(source.folder, slice(jax.process_index(), None, jax.process_count()))
+    return checkpoint.fill(
+        checkpoint.skeleton(family, config, parts), tensors, family,
+        dtype=dtype, mesh=mesh, format=quantize, check_values=check_values, mmap=mmap,
+    )  # fmt: skip
 
 
 def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = False) -> None:
@@ -122,12 +116,12 @@ def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = Fa
             the family's, which `load` would replace by the original; the message names the part.
     """
     family = registry.family_of(model)
-    tensors = zoo.weights.checkpoint.export(model, family, fp8=fp8)
+    tensors = checkpoint.export(model, family, fp8=fp8)
     hub = write_config(model.config, family, jax.tree.leaves(model)[0].dtype)
     if fp8:
-        hub["quantization_config"] = zoo.weights.checkpoint.FP8
+        hub["quantization_config"] = checkpoint.FP8
     write = functools.partial(_write, convert.machine.path("folder", folder), hub, model.config.source)
-    zoo.weights.gather.write_once(model, tensors, write)
+    gather.write_once(model, tensors, write)
 
 
 def _write(
@@ -138,20 +132,20 @@ def _write(
     (folder / "config.json.tmp").write_text(json.dumps(hub, indent=2) + "\n")
     os.replace(folder / "config.json.tmp", folder / "config.json")
     if source and source.is_dir() and source.resolve() != folder.resolve():
-        for pattern in convert.hub.COMPANIONS:
+        for pattern in convert.files.COMPANIONS:
             for path in source.glob(pattern):
                 shutil.copy(path, folder / f"{path.name}.tmp")
                 os.replace(folder / f"{path.name}.tmp", folder / path.name)
 
 
-def config(source: str | os.PathLike[str], *, revision: str | None = None) -> AbstractConfig:
+def config(source: Named, *, revision: str | None = None) -> AbstractConfig:
     """Return a model's `Config`. For a zoo name nothing is read, else config.json is, after a download if needed."""
     if source in registry.CONFIGS:
         return registry.CONFIGS[str(source)]
-    return family_and_config(folder_of(source, revision, weights=False))[1]
+    return _opened(source, revision).config
 
 
-def inspect(source: str, *, revision: str | None = None) -> AbstractConfig:
+def inspect(source: Named, *, revision: str | None = None) -> AbstractConfig:
     """Read a checkpoint's `Config`, and check that the checkpoint has the tensors that the config calls for.
 
     From a Hub repository only config.json and the headers of the safetensors are downloaded. A folder without weights
@@ -161,31 +155,25 @@ def inspect(source: str, *, revision: str | None = None) -> AbstractConfig:
         OSError, ValueError: as in `load`.
     """
     if source in registry.CONFIGS:
-        return registry.CONFIGS[source]
-    folder = folder_of(source, revision, weights=False, companions=False)
-    family, parsed = family_and_config(folder)
-    if source not in registry.EMBEDDED and not pathlib.Path(source).expanduser().is_dir():
-        tensors = convert.tensors.remote_tensors(source, commit=folder.name)
-    elif any((folder / name).exists() for name in (convert.hub.WEIGHTS, convert.hub.INDEX)):
-        tensors = convert.tensors.open_tensors(folder)
-    else:
-        return parsed
-    tensors = convert.formats.unpack(tensors, convert.formats.quantization(folder))
-    zoo.weights.checkpoint.check_headers(tensors, family, parsed)
-    return parsed
+        return registry.CONFIGS[str(source)]
+    source = _opened(source, revision, companions=False)
+    family, config = source.family, source.config
+    if source.remote or any((source.folder / name).exists() for name in (convert.files.WEIGHTS, convert.files.INDEX)):
+        checkpoint.check_headers(source.tensors(), family, config)
+    return config
 
 
-def fingerprint(source: str | os.PathLike[str], *, revision: str | None = None) -> str:
+def fingerprint(source: Named, *, revision: str | None = None) -> str:
     """Hash a checkpoint's weights as they are stored: the SHA-256 of the names and bytes of its safetensors.
 
     Raises:
         OSError, ValueError: the weights cannot be found, as in `load`.
     """
-    return convert.hub.weights_hash(folder_of(source, revision, weights=True))
+    return convert.hub.weights_hash(_opened(source, revision, weights=True).folder)
 
 
 def tokenizer(
-    source: str | os.PathLike[str],
+    source: Named,
     *,
     revision: str | None = None,
     parts: Sequence[str] = (),
@@ -206,16 +194,16 @@ def tokenizer(
         OSError: the jinja file cannot be read.
         ValueError: the family or the config has no part "vision"; or the other model has no template.
     """
-    folder = folder_of(source, revision, weights=False)
+    source = _opened(source, revision)
     if chat_template is not None:
         options["chat_template"] = _template(chat_template)
     if "vision" in parts:
-        options["processor"] = processor_of(zoo.weights.checkpoint.skeleton(*family_and_config(folder), ("vision",)))
-    found = Tokenizer(folder, **options)
+        options["processor"] = processor_of(checkpoint.skeleton(source.family, source.config, ("vision",)))
+    found = Tokenizer(source.folder, **options)
     if chat_template is not None and (end := found.end_without_token()):
         warnings.warn(
-            f"The chat template {chat_template} writes {end!r} after an answer, which is no token of {source}: replies "
-            "may go on after it. Take a template of the same family.",
+            f"The chat template {chat_template} writes {end!r} after an answer, which is no token of {source.name}: "
+            "replies may go on after it. Take a template of the same family.",
             stacklevel=2,
         )
     return found
@@ -225,41 +213,23 @@ def _template(source: str | os.PathLike[str]) -> str:
     """Returns the text of a jinja file, or of another model's template."""
     if os.fspath(source).endswith(".jinja") or pathlib.Path(source).is_file():
         return pathlib.Path(source).read_text(encoding="utf-8")
-    folder = folder_of(source, None, weights=False)
+    folder = _opened(source, None).folder
     if (template := chat_template_of(folder)) is None:
         raise ValueError(f"{folder} has no chat template: name another model, or a .jinja file.")
     return template
 
 
-def folder_of(
-    source: str | os.PathLike[str], revision: str | None, *, weights: bool, companions: bool = True
-) -> pathlib.Path:
-    if source in registry.EMBEDDED:
-        return registry.EMBEDDED[str(source)]
-    name = str(source)
-    if weights and name in registry.TOKENIZERS:
-        family = registry.family_of(registry.CONFIGS[name]).name
-        raise ValueError(
-            f"The weights of {name} were never published: {family}.Model(zoo.config({name!r}), key=jax.random.key(0)) "
-            f"has random ones, and `python -m train.pretrain --model {name}` trains them."
-        )
-    repositories = registry.REPOSITORIES | registry.TOKENIZERS
-    if name not in repositories and "/" not in name and not pathlib.Path(name).is_dir():
-        close = difflib.get_close_matches(name.lower().replace("_", "-"), names())
-        meant = f"did you mean {', '.join(close)}? " if close else ""
-        raise ValueError(f"{name!r} is no zoo name, Hub repository or folder; {meant}zoo.names() lists the names.")
-    return convert.hub.folder(repositories.get(name, source), revision, weights=weights, companions=companions)
+def _opened(source: Named, revision: str | None, *, weights: bool = False, companions: bool = True) -> Source:
+    """Open a checkpoint unless it is open, and download its weights if they are wanted.
 
-
-def family_and_config(folder: pathlib.Path) -> tuple[Family, AbstractConfig]:
-    hub = convert.hub.read_json(folder / "config.json")
-    kind = hub.get("model_type")
-    if kind not in registry.FAMILIES:
-        raise ValueError(
-            f"{folder / 'config.json'} has the model_type {kind!r}; implemented are {', '.join(registry.FAMILIES)}."
-        )
-    family = registry.FAMILIES[kind]
-    return family, read_config(family, hub, folder)
+    Raises:
+        OSError, ValueError: as in `Source.open`; a ValueError also if a revision is named of a checkpoint that is open.
+    """
+    if not isinstance(source, Source):
+        return Source.open(source, revision, weights=weights, companions=companions)
+    if revision is not None:
+        raise ValueError(f"{source.name} was opened before: name its revision {revision!r} in Source.open.")
+    return source.with_weights() if weights else source
 
 
 def _float_dtype(dtype: Any) -> np.dtype:

@@ -19,8 +19,8 @@ from tyro.conf import Positional
 import zoo
 from convert import machine, manifest
 from zoo.config import read, write
-from zoo.load import folder_of
 from zoo.registry import FAMILIES, family_of
+from zoo.source import Source
 from zoo.surgery import cast
 from zoo.text.tokenizer import Tokenizer
 from zoo.weights.checkpoint import skeleton
@@ -39,7 +39,7 @@ def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], 
     identity = json.loads((folder / "meta.json").read_text())["identity"]
     family = FAMILIES[identity["config"]["model_type"]]
     # zoo.save copies the tokenizer's files from the folder that the run began with.
-    source = folder_of(identity["model"], identity.get("revision"), weights=False)
+    source = Source.open(identity["model"], identity.get("revision")).folder
     tokenizer = Tokenizer(source, chat_template=identity.get("template"))
     config = read(family, identity["config"], source)
     abstract = skeleton(family, config, [part for part in family.parts if identity.get(part)])

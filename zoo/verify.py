@@ -23,15 +23,14 @@ import rich.markup
 import rich.table
 from jaxtyping import Array, Float, Int
 
-import convert.formats
-import convert.hub
+import convert.files
 import convert.tensors
 import zoo
 from kernels import Tokens
-from zoo.load import family_and_config, folder_of
 from zoo.nn.fields import NOT_CARRIED
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Reports, Stack
+from zoo.source import Source
 from zoo.surgery import modules
 from zoo.weights import checkpoint
 
@@ -93,17 +92,17 @@ class Recorder(eqx.Module):
 
 def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[rich.table.Table]]:
     """Run all checks of a checkpoint; the second result is tables with the details."""
-    folder = folder_of(source, None, weights=True)
-    family, config = family_and_config(folder)
-    stored = checkpoint.standard_names(convert.formats.opened(folder), family)
-    model = zoo.load(folder, dtype="float32")
+    opened = Source.open(source, weights=True)
+    folder, family, config = opened.folder, opened.family, opened.config
+    stored = checkpoint.standard_names(opened.tensors(), family)
+    model = zoo.load(opened, dtype="float32")
     ids = np.random.default_rng(seed).integers(0, config.vocab_size, (1, tokens))
     wanted = {name for parameter in checkpoint.parameters(model, family) for name in parameter.names.flat}
-    tables = [config_table(folder, family), tensor_table(wanted, stored, config, family)]
+    tables = [config_table(opened), tensor_table(wanted, stored, config, family)]
     # These two have passed: otherwise loading would have refused the checkpoint.
     used = f"{len(wanted):,} used, {len(stored) - len(wanted):,} skipped as known to be redundant"
     checks = [Check("config.json", "every key is understood", True), Check("tensors", used, True)]
-    if (folder / convert.hub.MANIFEST).exists():
+    if (folder / convert.files.MANIFEST).exists():
         checks.insert(0, Check("files", "each has the hash with which it was exported", True))
 
     try:
@@ -113,15 +112,15 @@ def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[ri
     else:
         more, compared = compare(model, jnp.asarray(ids), *theirs)
         checks, tables = checks + more, [*tables, *compared]
-    checks += [decoding(model, jnp.asarray(ids)), round_trip(folder, stored)]
+    checks += [decoding(model, jnp.asarray(ids)), round_trip(opened, stored)]
     return checks, tables
 
 
-def config_table(folder: pathlib.Path, family: Family) -> rich.table.Table:
+def config_table(source: Source) -> rich.table.Table:
     """List each key of config.json, and how it was used."""
     table = new_table("config.json", "key", "value", "is")
-    fields = {field.name for field in dataclasses.fields(family.Config)}
-    for key, value in family.standard_form(json.loads((folder / "config.json").read_text())).items():
+    family, fields = source.family, {field.name for field in dataclasses.fields(source.family.Config)}
+    for key, value in family.standard_form(source.config_json).items():
         if key in fields or key in ("rope_parameters", "original_max_position_embeddings", "partial_rotary_factor"):
             kind = "read"
         elif key in family.implied:
@@ -236,10 +235,10 @@ def decoding(model: AbstractModel, ids: Int[Array, "batch seq"]) -> Check:
     return Check("decoding", f"differs from the full forward by at most {d.relative:.1e}", d.relative < TOLERANCE)
 
 
-def round_trip(folder: pathlib.Path, stored: dict[str, Any]) -> Check:
+def round_trip(source: Source, stored: dict[str, Any]) -> Check:
     """Compare the hash of every tensor before and after loading and saving; quantized tensors are dequantized first."""
     with tempfile.TemporaryDirectory() as saved:
-        zoo.save(zoo.load(folder, verify=False), saved)
+        zoo.save(zoo.load(source, verify=False), saved)
         again = convert.tensors.open_tensors(saved)
         digest = lambda tensor: hashlib.sha256(tensor.part((), tensor.dtype).tobytes()).digest()
         changed = [name for name, tensor in again.items() if digest(tensor) != digest(stored[name])]

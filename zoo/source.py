@@ -1,0 +1,157 @@
+"""Checkpoints that are opened once: by zoo name, Hub repository or folder, and then asked for config and tensors."""
+
+import dataclasses
+import difflib
+import functools
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import convert.files
+import convert.formats
+import convert.hub
+import convert.tensors
+from convert.packed import Packed
+from convert.tensors import Tensor
+from zoo import registry
+from zoo.config import read as read_config
+from zoo.nn.model import AbstractConfig, Family
+
+
+def names() -> list[str]:
+    """List the zoo names that `zoo.load`, `zoo.config` and `zoo.tokenizer` take, beside Hub repositories and folders.
+
+    The last ones, gpt3-*, have no published weights to load.
+    """
+    return [*registry.EMBEDDED, *registry.REPOSITORIES, *registry.TOKENIZERS]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint that was opened, which `zoo.load`, `zoo.tokenizer` and the like take in place of a name.
+
+    A program that needs several parts of one model opens it once, so that all parts are of one commit:
+
+        source = Source.open("org/name")   # downloads config.json and the tokenizer's files
+        tokenizer, config = zoo.tokenizer(source), source.config
+        source = source.with_weights()     # downloads the weights
+        hash, model = zoo.fingerprint(source), zoo.load(source)
+
+    config.json is read at most once, when it is needed: a repository that has only a tokenizer needs none.
+    """
+
+    name: str
+    """The zoo name, repository or folder that it was opened by, for messages."""
+    folder: pathlib.Path
+    """Where its files are: a folder of the user's, or of huggingface_hub's cache."""
+    remote: str | None = None
+    """The Hub repository "org/name" of the weights, if they were not downloaded. `folder` is then named by the
+    commit."""
+
+    @classmethod
+    def open(
+        cls,
+        name: str | os.PathLike[str],
+        revision: str | None = None,
+        *,
+        weights: bool = False,
+        companions: bool = True,
+    ) -> "Source":
+        """Find a checkpoint, and download what is wanted of a repository: at least config.json.
+
+        Args:
+            name: a zoo name, a Hub repository "org/name", or a folder with config.json and safetensors.
+            revision: branch, tag or commit of the repository.
+            weights: whether to download the weights, which `with_weights` can do later.
+            companions: whether to download the files of the tokenizer, of generation and of images.
+
+        Raises:
+            OSError: if the checkpoint cannot be found or downloaded; the message says what to do.
+            ValueError: if there is no such name, if its weights were never published, or if a folder has no revisions.
+        """
+        if name in registry.EMBEDDED:
+            return cls(str(name), registry.EMBEDDED[str(name)])
+        if weights:
+            _check_published(str(name))
+        repositories = registry.REPOSITORIES | registry.TOKENIZERS
+        if str(name) not in repositories and "/" not in str(name) and not pathlib.Path(name).is_dir():
+            raise _unknown(str(name))
+        repository = repositories.get(str(name), name)
+        folder = convert.hub.folder(repository, revision, weights=weights, companions=companions)
+        complete = weights or folder == pathlib.Path(os.path.expanduser(repository))
+        return cls(str(name), folder, None if complete else str(repository))
+
+    def with_weights(self) -> "Source":
+        """Download the weights of the same commit if they are not there yet.
+
+        Raises:
+            OSError, ValueError: as in `open`.
+        """
+        if self.remote is None:
+            return self
+        _check_published(self.name)
+        folder = convert.hub.folder(self.remote, self.folder.name, weights=True, companions=True)
+        return dataclasses.replace(self, folder=folder, remote=None)
+
+    @functools.cached_property
+    def config_json(self) -> Mapping[str, Any]:
+        """The object in config.json.
+
+        Raises:
+            OSError, ValueError: if there is none, or it is malformed.
+        """
+        return convert.files.read_json(self.folder / "config.json")
+
+    @functools.cached_property
+    def family(self) -> Family:
+        """The family that config.json's model_type names.
+
+        Raises:
+            ValueError: if no family has that name; the message lists those that are implemented.
+        """
+        kind = self.config_json.get("model_type")
+        if kind not in registry.FAMILIES:
+            raise ValueError(
+                f"{self.folder / 'config.json'} has the model_type {kind!r}; implemented are "
+                f"{', '.join(registry.FAMILIES)}."
+            )
+        return registry.FAMILIES[kind]
+
+    @functools.cached_property
+    def config(self) -> AbstractConfig:
+        """The model's config, as `zoo.config.read` makes it of config.json.
+
+        Raises:
+            ValueError: if the family does not implement it; the message names the key.
+        """
+        return read_config(self.family, self.config_json, self.folder)
+
+    def tensors(self) -> dict[str, Tensor | Packed]:
+        """Open every tensor, stored as config.json says. Values are read later, and not at all where `remote` is set.
+
+        Each call opens the files again: they stay open as long as one of its tensors is in use.
+
+        Raises:
+            OSError, ValueError: if there are no safetensors, or they are damaged; the message names the file.
+        """
+        if self.remote is None:
+            stored = convert.tensors.open_tensors(self.folder)
+        else:
+            stored = convert.tensors.remote_tensors(self.remote, commit=self.folder.name)
+        return convert.formats.unpack(stored, self.config_json.get("quantization_config"))
+
+
+def _check_published(name: str) -> None:
+    if name in registry.TOKENIZERS:
+        family = registry.family_of(registry.CONFIGS[name]).name
+        raise ValueError(
+            f"The weights of {name} were never published: {family}.Model(zoo.config({name!r}), key=jax.random.key(0)) "
+            f"has random ones, and `python -m train.pretrain --model {name}` trains them."
+        )
+
+
+def _unknown(name: str) -> ValueError:
+    close = difflib.get_close_matches(name.lower().replace("_", "-"), names())
+    meant = f"did you mean {', '.join(close)}? " if close else ""
+    return ValueError(f"{name!r} is no zoo name, Hub repository or folder; {meant}zoo.names() lists the names.")
