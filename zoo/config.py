@@ -6,16 +6,27 @@ import logging
 import math
 import pathlib
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from beartype.door import is_bearable
 
 from convert.formats import layouts
-from zoo.nn import rope
 from zoo.nn.fields import LEFT_BEHIND, NOT_CARRIED, alternatives, says_nothing, typed
-from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, Family, OneOf
+from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, Family
+from zoo.nn.rope import RopeScaling
+
+
+# ======================================================================================================================
+# Reading
+# ======================================================================================================================
+
+OBJECTS = "quantization_config", "rope_parameters", "rope_scaling", "text_config", "vision_config"
+# Key -> the key whose value it has if it is null. Any other null means the same as a missing key, unless None is a
+# value of the field.
+NULLS = {"num_key_value_heads": "num_attention_heads"}
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}  # names of the number of experts, by family
 
 
 def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = None) -> Any:
@@ -30,7 +41,7 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
             names the key.
     """
     where = f"{source / 'config.json'}" if source else "config.json"
-    for key in ("quantization_config", "rope_parameters", "rope_scaling", "text_config", "vision_config"):
+    for key in OBJECTS:
         if not isinstance(hub.get(key) or {}, Mapping):
             raise ValueError(f"{where} says {key}={hub[key]!r}; it needs an object in braces, or null.")
     try:
@@ -38,58 +49,19 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     check_quantization(hub, where)
-    hints = {f.name: typing.get_type_hints(family.Config)[f.name] for f in dataclasses.fields(family.Config)}
-    hints.pop("source")
-    if "num_key_value_heads" in hub and hub["num_key_value_heads"] is None:  # not the same as a missing key
-        hub["num_key_value_heads"] = hub.get("num_attention_heads")
-    # Any other null means the same as a missing key, unless None is a value of the field.
-    values_of = lambda key: alternatives(family.implied[key]) if key in family.implied else ()
-    null = lambda key: is_bearable(None, hints[key]) if key in hints else None in values_of(key)
-    hub = {key: value for key, value in hub.items() if value is not None or null(key)}
-    if "rope_theta" in hints:
+    hub = _without_nulls(family, hub)
+    if "rope_theta" in family.Config.__dataclass_fields__:
         read_rope(family, hub, where)
-
-    values, left_behind = {}, []
-    defaults = {f.name: f.default for f in dataclasses.fields(family.Config)}
-    for key, value in hub.items():
-        if key in hints and (type(value), value) == (type(defaults[key]), defaults[key]):
-            values[key] = value  # a default may be out of bounds, such as 0 experts
-        elif key in hints:
-            values[key] = typed(key, value, hints[key], f"{where} says {key}={value!r:.200}; {family.name}")
-        elif key in family.implied:
-            if value not in (allowed := values_of(key)):
-                only = " and ".join(map(repr, allowed))
-                raise ValueError(f"{where} says {key}={value!r:.200}, but {family.name} implements only {only}.")
-        elif key in LEFT_BEHIND:
-            left_behind.append(key)
-        elif not says_nothing(key) and key not in NOT_CARRIED:
-            raise ValueError(
-                f"{where} has the key {key!r} (= {value!r:.200}), which {family.name} does not know. If it does not "
-                "change what the model computes, remove it from the file."
-            )
-    missing = [
-        f.name for f in dataclasses.fields(family.Config) if f.default is dataclasses.MISSING and f.name not in values
-    ]
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}, which {family.name} needs.")
+    values = _values(family, hub, where)
     try:
         config = family.Config(**values, source=source)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(
-            f"{where} says num_attention_heads={config.num_attention_heads}, which is no multiple of "
-            f"num_key_value_heads={config.num_key_value_heads}."
-        )
-    if isinstance(config, AbstractMixtureConfig):
-        (experts,) = hints.keys() & {"num_experts", "num_local_experts", "n_routed_experts"}
-        if config.num_experts_per_tok > getattr(config, experts):
-            raise ValueError(
-                f"{where} says num_experts_per_tok={config.num_experts_per_tok}, which is more than "
-                f"{experts}={getattr(config, experts)}."
-            )
-    if left_behind:
-        keys = ", ".join(sorted(left_behind))
+    for key, rule in RULES.items():
+        if broken := rule(config):
+            raise ValueError(f"{where} says {key}={getattr(config, key)}, {broken}.")
+    if left_behind := sorted(hub.keys() & LEFT_BEHIND - family.implied.keys() - values.keys()):
+        keys = ", ".join(left_behind)
         logging.getLogger("zoo").warning("%s: skipped, for they say nothing of the model: %s", where, keys)
     return config
 
@@ -107,6 +79,96 @@ def check_quantization(hub: Mapping[str, Any], where: str) -> None:
         ) from error
 
 
+def _without_nulls(family: Family, hub: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace nulls by `NULLS`, and leave out the others that mean the same as a missing key."""
+    hub = {key: hub.get(NULLS[key]) if value is None and key in NULLS else value for key, value in hub.items()}
+    hints = _hints(family.Config)
+
+    def may_be_null(key: str) -> bool:
+        return is_bearable(None, hints[key]) if key in hints else None in _implemented(family, key)
+
+    return {key: value for key, value in hub.items() if value is not None or may_be_null(key)}
+
+
+def _values(family: Family, hub: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values of the fields of `family.Config`, and refuse keys that are none and may affect the model."""
+    hints, defaults, values = _hints(family.Config), _defaults(family.Config), {}
+    for key, value in hub.items():
+        if key in hints:
+            # A default may be out of bounds, such as 0 experts.
+            is_default = key in defaults and (type(value), value) == (type(defaults[key]), defaults[key])
+            said = f"{where} says {key}={value!r:.200}; {family.name}"
+            values[key] = value if is_default else typed(key, value, hints[key], said)
+        elif key in family.implied:
+            if value not in (allowed := _implemented(family, key)):
+                only = " and ".join(map(repr, allowed))
+                raise ValueError(f"{where} says {key}={value!r:.200}, but {family.name} implements only {only}.")
+        elif not says_nothing(key) and key not in NOT_CARRIED:
+            raise ValueError(
+                f"{where} has the key {key!r} (= {value!r:.200}), which {family.name} does not know. If it does not "
+                "change what the model computes, remove it from the file."
+            )
+    if missing := [key for key in hints if key not in defaults and key not in values]:
+        raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}, which {family.name} needs.")
+    return values
+
+
+def _implemented(family: Family, key: str) -> tuple[Any, ...]:
+    """Return the values of a key outside of the config that the family implements."""
+    return alternatives(family.implied[key]) if key in family.implied else ()
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, in order, but not that of `source`, which is no key of a file."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.name != "source"}
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """Return the defaults of the fields of a dataclass that have one."""
+    return {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+
+
+def _shares_heads(config: AbstractConfig) -> str | None:
+    shared = config.num_key_value_heads
+    return f"which is no multiple of num_key_value_heads={shared}" if config.num_attention_heads % shared else None
+
+
+def _has_experts(config: AbstractConfig) -> str | None:
+    if not isinstance(config, AbstractMixtureConfig):
+        return None
+    (name,) = EXPERTS & config.__dataclass_fields__.keys()
+    experts = getattr(config, name)
+    return f"which is more than {name}={experts}" if config.num_experts_per_tok > experts else None
+
+
+# Key -> how its value contradicts that of another key, in words, or None: rules for all families.
+RULES: dict[str, Callable[[AbstractConfig], str | None]] = {
+    "num_attention_heads": _shares_heads,
+    "num_experts_per_tok": _has_experts,
+}
+
+
+# ======================================================================================================================
+# Rotary positions
+# ======================================================================================================================
+
+POSITIONS, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+# rope_type (linear, llama3, yarn, dynamic, longrope) -> the class whose fields are the keys of its object.
+SCALINGS: dict[str, type[RopeScaling]] = {kind.rope_type: kind for kind in typing.get_args(RopeScaling)}
+
+
+def _stretch(positions: int, original: int) -> float:
+    return positions / original
+
+
+# rope_type -> key that its object may lack -> how it follows from the model's positions and the original context.
+FOLLOWS: dict[str, dict[str, Callable[[int, int], float]]] = {
+    "yarn": {"factor": _stretch},
+    "longrope": {"factor": _stretch},
+}
+
+
 def read_rope(family: Family, hub: dict[str, Any], where: str) -> None:
     """Convert the rotary keys of `hub`, in either form, to `rope_theta` and `rope_scaling`, in place.
 
@@ -119,66 +181,93 @@ def read_rope(family: Family, hub: dict[str, Any], where: str) -> None:
         ValueError: a key is missing, unknown, of the wrong type or not implemented; the message names the key.
     """
     older, newer = hub.pop("rope_scaling", None), hub.pop("rope_parameters", None)
-    beside = {key: hub.pop(key, None) for key in ("partial_rotary_factor", "original_max_position_embeddings")}
     stated = {key: value for key, value in (older or newer or {}).items() if value is not None or key == "truncate"}
-    parts = [stated.pop("partial_rotary_factor", None), beside["partial_rotary_factor"]]  # the one inside comes first
-    if "partial_rotary_factor" in family.Config.__dataclass_fields__:
-        for part in [part for part in parts if part is not None][:1]:
-            hub["partial_rotary_factor"] = part
-            if isinstance(part, int | float) and part > 1:
-                raise ValueError(f"{where} says partial_rotary_factor={part!r}; at most 1, the whole head, can turn.")
-    elif turned := [part for part in parts if part not in (None, 1)]:
-        raise ValueError(
-            f"{where} says partial_rotary_factor={turned[0]!r}, but {family.name} turns whole heads, and so does "
-            "transformers, whatever the file says. If the weights were trained like that, remove it from the file."
-        )
+    lengths = {
+        ORIGINAL: hub.pop(ORIGINAL, None),
+        POSITIONS: hub.get(POSITIONS, _defaults(family.Config).get(POSITIONS)),
+    }
+    _read_partial(family, hub, stated, where)
     if "rope_theta" in stated:
         hub["rope_theta"] = stated.pop("rope_theta")
     kind, older_name = stated.pop("rope_type", None), stated.pop("type", None)
     kind = kind or older_name or "default"
-    if not stated and kind == "default":
-        if older or newer is not None:  # without either key the family's default stays
-            hub["rope_scaling"] = None
-        return
-    kinds = {scaling.rope_type: scaling for scaling in typing.get_args(rope.RopeScaling)}
-    if (scaling := kinds.get(str(kind))) is None:
-        raise ValueError(f"{where} asks for the rope scaling {kind!r}; implemented are {', '.join(kinds)}.")
+    if stated or kind != "default":
+        hub["rope_scaling"] = _scaling(kind, stated, lengths, where)
+    elif older or newer is not None:  # without either key the family's default stays
+        hub["rope_scaling"] = None
+
+
+def _read_partial(family: Family, hub: dict[str, Any], stated: dict[str, Any], where: str) -> None:
+    """Move `partial_rotary_factor` out of the object of a rope, or refuse it if the family turns whole heads."""
+    parts = stated.pop("partial_rotary_factor", None), hub.pop("partial_rotary_factor", None)
+    parts = [part for part in parts if part is not None]  # the one inside comes first
+    if "partial_rotary_factor" in family.Config.__dataclass_fields__:
+        for part in parts[:1]:
+            hub["partial_rotary_factor"] = part
+            if isinstance(part, int | float) and part > 1:
+                raise ValueError(f"{where} says partial_rotary_factor={part!r}; at most 1, the whole head, can turn.")
+    elif turned := [part for part in parts if part != 1]:
+        raise ValueError(
+            f"{where} says partial_rotary_factor={turned[0]!r}, but {family.name} turns whole heads, and so does "
+            "transformers, whatever the file says. If the weights were trained like that, remove it from the file."
+        )
+
+
+def _scaling(kind: Any, stated: Mapping[str, Any], lengths: Mapping[str, Any], where: str) -> RopeScaling:
+    """Read the object of a rope of type `kind` by the fields of its class. `lengths` are the two keys beside it."""
+    if (scaling := SCALINGS.get(str(kind))) is None:
+        raise ValueError(f"{where} asks for the rope scaling {kind!r}; implemented are {', '.join(SCALINGS)}.")
     hints = {name: hint for name, hint in typing.get_type_hints(scaling).items() if name != "rope_type"}
-    if unknown := stated.keys() - (hints.keys() - {"max_position_embeddings"}):
+    if unknown := stated.keys() - (hints.keys() - {POSITIONS}):
         raise ValueError(f"{where}: the rope scaling {kind!r} has no {', '.join(map(repr, sorted(unknown)))}.")
     get = lambda key, value: typed(key, value, hints.get(key, int), f"{where} says {key}={value!r:.200}; {kind} rope")
-    defaults = {f.name: f.default for f in dataclasses.fields(family.Config) if f.default is not dataclasses.MISSING}
-    positions, original = "max_position_embeddings", "original_max_position_embeddings"
-    stated[positions] = get(positions, hub.get(positions, defaults.get(positions)))
-    stated[original] = stated.get(original, stated[positions]) if beside[original] is None else beside[original]
-    if kind in ("yarn", "longrope"):
-        stated.setdefault("factor", stated[positions] / get(original, stated[original]))
-    required = {f.name for f in dataclasses.fields(scaling) if f.default is dataclasses.MISSING}
-    if missing := sorted(required - stated.keys()):
+    values = {**stated, POSITIONS: get(POSITIONS, lengths[POSITIONS])}
+    values[ORIGINAL] = stated.get(ORIGINAL, values[POSITIONS]) if lengths[ORIGINAL] is None else lengths[ORIGINAL]
+    for key, follow in FOLLOWS.get(kind, {}).items():
+        values.setdefault(key, follow(values[POSITIONS], get(ORIGINAL, values[ORIGINAL])))
+    if missing := sorted(hints.keys() - _defaults(scaling).keys() - values.keys()):
         raise ValueError(f"{where}: the rope scaling {kind!r} lacks {', '.join(map(repr, missing))}.")
     try:
-        hub["rope_scaling"] = scaling(**{key: get(key, value) for key, value in stated.items() if key in hints})
+        return scaling(**{key: get(key, value) for key, value in values.items() if key in hints})
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 
+# ======================================================================================================================
+# Writing
+# ======================================================================================================================
+
+
 def write(config: AbstractConfig, family: Family, dtype: np.dtype) -> dict[str, Any]:
     """Make the config.json of a model: the inverse of `read`. Keys of the source that `read` skips are copied."""
-    carried, implied = {}, {key: alternatives(value)[0] for key, value in family.implied.items()}
-    if config.source and (path := config.source / "config.json").is_file():
-        stated = family.standard_form(json.loads(path.read_text()))
-        carried = {key: value for key, value in stated.items() if says_nothing(key)}
-        # Only values that `read` accepts: the source may be of another family that lends its tokenizer.
-        implied |= {k: v for k, v in stated.items() if v in alternatives(family.implied.get(k, OneOf()))}
+    stated = _source_json(config, family)
+    carried = {key: value for key, value in stated.items() if says_nothing(key)}
     carried.pop("torch_dtype", None)
     name = "dtype" if "dtype" in carried else "torch_dtype"  # transformers 5 writes `dtype`, and reads both
-    values = {f: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "source"}
+    implied = {key: alternatives(value)[0] for key, value in family.implied.items()}
+    # Only values that `read` accepts: the source may be of another family that lends its tokenizer.
+    implied |= {key: value for key, value in stated.items() if value in _implemented(family, key)}
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "source"}
+    defaults = _defaults(type(config))
     # JSON has no infinity: a default that holds one, such as an upper limit, is left out.
-    infinite = lambda value: isinstance(value, tuple) and math.inf in value
-    fields = {f.name: value for f, value in values.items() if not (infinite(value) and value == f.default)}
-    if scaling := fields.get("rope_scaling"):
-        fields["rope_scaling"] = {"rope_type": scaling.rope_type} | dataclasses.asdict(scaling)
-        fields["rope_scaling"].pop("max_position_embeddings", None)  # a key of its own
-    is_object = lambda v: dataclasses.is_dataclass(v) and not isinstance(v, type)
-    fields = {key: dataclasses.asdict(v) if is_object(v) else v for key, v in fields.items()}
-    return dict(sorted(family.published_form(carried | implied | fields | {name: dtype.name}).items()))
+    infinite = lambda key, value: isinstance(value, tuple) and math.inf in value and value == defaults.get(key)
+    plain = {key: _as_json(value) for key, value in fields.items() if not infinite(key, value)}
+    return dict(sorted(family.published_form(carried | implied | plain | {name: dtype.name}).items()))
+
+
+def _source_json(config: AbstractConfig, family: Family) -> dict[str, Any]:
+    """Read the config.json that a config was read from, in the standard form; empty if there is none."""
+    if config.source is None or not (path := config.source / "config.json").is_file():
+        return {}
+    return family.standard_form(json.loads(path.read_text()))
+
+
+def _as_json(value: Any) -> Any:
+    """Return the object of a field that is a dataclass, and any other value as it is."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    stated = dataclasses.asdict(value)
+    if isinstance(value, RopeScaling):
+        stated.pop(POSITIONS, None)  # a key of its own
+        stated = {"rope_type": value.rope_type} | stated
+    return stated
