@@ -32,7 +32,8 @@ from train.data.record import BadRecord, Problems, Record
 from train.data.rows import Row
 from zoo.generation.generate import Encoded
 from zoo.text import tiktoken
-from zoo.text.tokenizer import Messages, Tokenizer
+from zoo.text.messages import Messages
+from zoo.text.tokenizer import Tokenizer
 
 
 FORMATS = (

@@ -21,8 +21,9 @@ from train.data.records import Record
 from zoo.generation.engine import bucket
 from zoo.nn.model import Images
 from zoo.text import prompts
+from zoo.text.messages import Messages, has_images, image_parts
 from zoo.text.prompts import source_of, without_images
-from zoo.text.tokenizer import Messages, Tokenizer, has_images, image_parts
+from zoo.text.tokenizer import Tokenizer
 from zoo.vision.open import image_size, open_image
 from zoo.vision.processors.base import AbstractImageProcessor
 

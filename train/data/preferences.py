@@ -24,7 +24,8 @@ from train.data.packing import REMEDY, Example, RecordKind, Survey, encode, fill
 from train.data.record import BadRecord, Problems, Record
 from train.data.rows import Row
 from zoo.generation.generate import Encoded
-from zoo.text.tokenizer import Tokenizer, has_images
+from zoo.text.messages import has_images
+from zoo.text.tokenizer import Tokenizer
 
 
 FORMATS = (

@@ -12,8 +12,9 @@ from zoo.generation.engine import Completion, Engine, bucket, check
 from zoo.generation.sampling import Sampling, SamplingOptions
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images
+from zoo.text.messages import Messages, has_images
 from zoo.text.prompts import encode_prompt
-from zoo.text.tokenizer import Messages, Stream, Tokenizer, has_images
+from zoo.text.tokenizer import Stream, Tokenizer
 
 
 class Encoded(NamedTuple):

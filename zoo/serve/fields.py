@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from zoo.text.tokenizer import is_image
+from zoo.text.messages import is_image
 
 
 class Refusal(Exception):

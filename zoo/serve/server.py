@@ -44,8 +44,9 @@ from zoo.serve.fields import (
 )
 from zoo.serve.worker import Ask, Reply, Worker
 from zoo.text.harmony import Parts
+from zoo.text.messages import has_images
 from zoo.text.prompts import Limits, TooLong, check_room, encode_prompt
-from zoo.text.tokenizer import Tokenizer, has_images
+from zoo.text.tokenizer import Tokenizer
 
 
 STRIDE = 4  # tokens of a step: with more the device waits less for the host, with fewer clients wait less
