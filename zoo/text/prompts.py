@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Float
 
 from zoo.nn.model import AbstractModel, Images, filled, seeing
-from zoo.text.tokenizer import Messages, Tokenizer, image_parts, is_image
+from zoo.text.messages import Messages, image_parts, is_image
+from zoo.text.tokenizer import Tokenizer
 from zoo.vision.model import AbstractVision
 from zoo.vision.open import begin_image, open_image
 from zoo.vision.processors.base import AbstractImageProcessor, Processed
@@ -77,11 +78,9 @@ def encode_prompt(
     """
     vision, source = _vision_of(model)
     parts = list(image_parts(messages))
-    kinds = [vision.video if part["type"] == "video" else vision.processor for part in parts]
-    if None in kinds:
-        raise ValueError("The model takes images, but no videos: show it some of the frames as images.")
-    processors = {kind: kind.read(source) for kind in dict.fromkeys(kinds) if kind is not None}
-    by = [processors[kind] for kind in kinds if kind is not None]
+    kinds = _kinds(vision, parts)
+    processors = {kind: kind.read(source) for kind in dict.fromkeys(kinds)}
+    by = [processors[kind] for kind in kinds]
     if limits and len(parts) > limits.images:
         raise ValueError(f"The chat has {len(parts)} images, and {limits.images} are the most. Show fewer.")
     plain = [without_images(message) for message in messages]
@@ -89,24 +88,46 @@ def encode_prompt(
     text = tokenizer.render_whole(plain, **given)
     if limits:
         check_room(tokenizer, text, limits.tokens, "The chat")
-    seen = _measured(by, parts, remote, limits)
+    measured = _measured(by, parts, remote, limits)
     for processor in processors.values():
-        text = processor.expand(text, [said for own, (said, _) in zip(by, seen, strict=True) if own is processor])
+        said = [said for own, (said, _) in zip(by, measured, strict=True) if own is processor]
+        text = processor.expand(text, said)
     ids, _ = tokenizer.encode_marked(text)
     if limits and len(ids) > limits.tokens:
         raise TooLong(f"The chat has {len(ids)} tokens, and there is room for {limits.tokens}. Shorten it.")
-    shown = [seen.pop(0)[1]() for _ in parts]  # one after another, so that one is decoded at a time
+    shown = [measured.pop(0)[1]() for _ in parts]  # one after another, so that one is decoded at a time
     placeholders = [tokenizer.encode(processor.placeholder, special=False)[0] for processor in processors.values()]
-    pictures = [picture for one in shown for picture in one.pictures]
-    features = [one.text.count(own.placeholder) // len(one.shapes) for own, one in zip(by, shown, strict=True)]
-    each = [number for number, one in zip(features, shown, strict=True) for _ in one.shapes]
-    return ids, Images.of(
-        stacked(pictures, vision.processor),
-        each,
+    return ids, _batch(vision, by, shown, ids, placeholders)
+
+
+def _batch(
+    vision: AbstractVision,
+    processors: Sequence[Any],
+    shown: Sequence[Processed],
+    ids: Sequence[int],
+    placeholders: Sequence[int],
+) -> Images:
+    """Put images into a batch of one row of tokens, `ids`, in which the `placeholders` stand for their features."""
+    counts = [one.text.count(own.placeholder) // len(one.shapes) for own, one in zip(processors, shown, strict=True)]
+    return Images.of(
+        stacked([picture for one in shown for picture in one.pictures], vision.processor),
+        [count for count, one in zip(counts, shown, strict=True) for _ in one.shapes],
         np.array([ids]),
         placeholders,
         np.concatenate([one.shapes for one in shown]),
     )
+
+
+def _kinds(vision: AbstractVision, parts: Sequence[Mapping[str, Any]]) -> list[type[Any]]:
+    """Return the class of the processor of each part, an image or a video.
+
+    Raises:
+        ValueError: a part is a video, and the model takes none.
+    """
+    kinds = [vision.video if part["type"] == "video" else vision.processor for part in parts]
+    if None in kinds:
+        raise ValueError("The model takes images, but no videos: show it some of the frames as images.")
+    return [kind for kind in kinds if kind is not None]
 
 
 def stacked(

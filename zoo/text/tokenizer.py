@@ -14,20 +14,19 @@ import os
 import pathlib
 import pickle
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders
 
 from convert.files import regular
-from zoo.text import harmony, templates, tiktoken, trial
+from zoo.text import completeness, harmony, templates, tiktoken, trial
+from zoo.text.messages import Messages, Tools, check_text, has_images, joined, reasoning_of, with_reasoning
 from zoo.text.templates import USERS
 from zoo.vision.processors.base import AbstractImageProcessor
 
 
-Messages = Sequence[Mapping[str, Any]]
-Tools = Sequence[Mapping[str, Any]] | None
 Spans = Sequence[tuple[int, int]]
 Expand = Callable[[str, Spans], tuple[str, Spans]]
 
@@ -38,9 +37,6 @@ OPEN, CLOSE, TEMPLATES = "\ufdd0", "\ufdd1", "\ufdd3"
 MARKS = re.compile(f"[{OPEN}{CLOSE}{USERS}{TEMPLATES}]")
 TEMPLATE = "chat_template.jinja"
 TRUSTED = ("assistant", "system", "developer")  # roles whose messages may contain control tokens
-REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message that may hold its reasoning
-CALLS = ("tool_calls", "function_call")  # fields of a message that may hold its calls of tools
-USUAL = ("system", "user", "assistant", "tool")  # roles that templates may know without naming them
 
 
 class Tokenizer:
@@ -269,7 +265,7 @@ class Tokenizer:
             messages = [m if m.get("role") in TRUSTED else self._untrusted(m) for m in messages]
         # Drop keys without a value, as transformers does: many templates would write "None".
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        present = [_reasoning(message) for message in present]
+        present = [with_reasoning(message) for message in present]
         if self.chat_template is None:
             raise ValueError(
                 f"{self.folder} has no chat template, so it cannot turn messages into text: name one to train with by "
@@ -281,9 +277,9 @@ class Tokenizer:
             given = {"messages": present, "tools": tools} | self._special | variables
             return templates.render(self.chat_template, given, now)
         except templates.Broken as error:
-            raise ValueError(f"The chat template of {self.folder} is broken {error}") from error
+            raise ValueError(f"{self._template_name} is broken {error}") from error
         except (templates.Refused, TypeError, AttributeError, pickle.PicklingError) as error:
-            raise ValueError(f"The chat template of {self.folder} refuses the messages: {error}") from error
+            raise ValueError(f"{self._template_name} refuses the messages: {error}") from error
 
     def render_whole(self, messages: Messages, tools: Tools = None, **variables: Any) -> str:
         """Render as `render_marked` does, but refuse a chat if the template leaves out a content, a call, or the tools.
@@ -303,33 +299,18 @@ class Tokenizer:
     ) -> None:
         """Raise ValueError if a rendered text lacks a part of the chat. `learnt`: messages that need reasoning, too."""
         shown, render = MARKS.sub("", text), lambda changed: self.render_marked(changed, tools, **variables)
-        self._check_doubts(_doubts(messages, shown, learnt, self.names_role), messages, text, render)
-        if any(name not in shown for name in _names(tools)) and self.render_marked(messages, **variables) == text:
-            raise ValueError(
-                f"The chat template of {self.folder} leaves out the tools: give none, or another template."
-            )
+        doubtful = completeness.doubts(messages, shown, learnt, self.names_role)
+        completeness.check_fields(doubtful, messages, text, render, self._template_name)
+        without_tools = lambda: self.render_marked(messages, **variables) == text
+        completeness.check_tools(tools, shown, without_tools, self._template_name)
 
-    def _check_doubts(
-        self, doubts: Iterator[tuple[int, str]], messages: Messages, text: Any, render: Callable[[Messages], Any]
-    ) -> None:
-        """Raise ValueError if changing a doubtful field of a message leaves the text the same: then it is lost."""
-        for number, field in doubts:
-            changed = [*messages]
-            changed[number] = _changed_in(messages[number], field)
-            try:
-                lost = render(changed) == text
-            except ValueError:  # the template has read the field
-                lost = False
-            if lost:
-                raise ValueError(
-                    f"The chat template of {self.folder} leaves out the {field.replace('_', ' ')} of message "
-                    f"{number + 1}, by {messages[number]['role']!r}, so it would be lost. Say it where the template "
-                    "writes it, end the chat with that message, or remove it."
-                )
+    @property
+    def _template_name(self) -> str:
+        return f"The chat template of {self.folder}"
 
     def joined(self, messages: Messages) -> list[Mapping[str, Any]]:
         """Join contents that are lists of texts, which many templates leave out, unless the chat has images."""
-        return list(messages if has_images(messages) or not self._takes_text else map(_joined, messages))
+        return list(messages if has_images(messages) or not self._takes_text else map(joined, messages))
 
     @functools.cached_property
     def _takes_text(self) -> bool:
@@ -373,14 +354,14 @@ class Tokenizer:
             ValueError: as in `render_whole`; or there are images without `expand` (see `zoo.text.prompts`).
         """
         if expand is None:
-            _check_text(messages)
+            check_text(messages)
         text = self.render_whole(messages, tools, add_generation_prompt=add_generation_prompt, **extra)
         return self.encode_marked(expand(text, ())[0] if expand else text)[0]
 
     def encode_all(self, messages: Messages, *, tools: Tools = None, expand: Expand | None = None) -> list[int]:
         """Encode a chat whose tokens are all to be learnt. Arguments and errors are those of `encode_chat`."""
         if expand is None:
-            _check_text(messages)
+            check_text(messages)
         variables = {"add_generation_prompt": False}
         text = self.render_marked(messages, tools, **variables)
         self._check_whole(text, messages, tools, variables, range(len(messages)))
@@ -413,31 +394,43 @@ class Tokenizer:
         expands it.
         """
         if expand is None:
-            _check_text(messages)
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given and m.get("weight") != 0]
+            check_text(messages)
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given]
+        turns = [i for i in answers if messages[i].get("weight") != 0]
         variables = {"add_generation_prompt": False, "generation_open": OPEN, "generation_close": CLOSE}
         marked = self.render_marked(messages, tools, **variables)
         text = marked.replace(OPEN, "").replace(CLOSE, "")
         self._check_whole(marked, messages, tools, variables, turns if text != marked else ())
         text = self._ended(text, messages[-1])
         if OPEN in marked:
-            edge = lambda number: len(self._beginning(text, messages, number, tools))
-            others = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= given and i not in turns]
-            left_out = [(0, edge(given)), *((edge(i), edge(i + 1)) for i in others)]
-            spans = [span for span in _marked(marked) if not any(a <= span[0] < b for a, b in left_out)]
-            examples = [(text, spans)]
+            skipped = [(0, given), *((i, i + 1) for i in answers if i not in turns)]
+            examples = [(text, self._generated(marked, text, messages, skipped, tools))]
         else:
-            examples = [(text, [])]
-            for turn in reversed(turns):
-                before, written = self._turn(messages, turn, tools)
-                doubts = _doubts([messages[turn]], written.replace(USERS, ""), (0,), self.names_role)
-                render = lambda changed, turn=turn: self._turn(changed, turn, tools)
-                self._check_doubts(((turn, field) for _, field in doubts), messages, (before, written), render)
-                if not examples[-1][0].startswith(before + written):
-                    examples.append((self._ended(before + written, messages[turn]), []))
-                examples[-1][1].append((len(before), len(before + written)))
-            examples = [example for example in reversed(examples) if example[1]] or examples
-        return [self._learnt(*(expand(text, spans) if expand else (text, spans))) for text, spans in examples]
+            examples = self._examples(text, messages, turns, tools)
+        return [self._learnt(*(expand(*example) if expand else example)) for example in examples]
+
+    def _generated(
+        self, marked: str, text: str, messages: Messages, skipped: Spans, tools: Tools
+    ) -> list[tuple[int, int]]:
+        """Return the spans of {% generation %} blocks, without those in messages that are `skipped`, (first, end)."""
+        edges = [[len(self._beginning(text, messages, number, tools)) for number in pair] for pair in skipped]
+        return [span for span in _marked(marked) if not any(start <= span[0] < end for start, end in edges)]
+
+    def _examples(
+        self, text: str, messages: Messages, turns: Sequence[int], tools: Tools
+    ) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Find in a rendered chat what the assistant has to write in its `turns`; other texts for those it lacks."""
+        examples = [(text, [])]
+        for turn in reversed(turns):
+            before, written = self._turn(messages, turn, tools)
+            found = completeness.doubts([messages[turn]], written.replace(USERS, ""), (0,), self.names_role)
+            doubtful = ((turn, field) for _, field in found)
+            render = lambda changed, turn=turn: self._turn(changed, turn, tools)
+            completeness.check_fields(doubtful, messages, (before, written), render, self._template_name)
+            if not examples[-1][0].startswith(before + written):
+                examples.append((self._ended(before + written, messages[turn]), []))
+            examples[-1][1].append((len(before), len(before + written)))
+        return [example for example in reversed(examples) if example[1]] or examples
 
     def _ended(self, text: str, message: Mapping[str, Any]) -> str:
         """Add to a chat that ends with an answer the token that ends it, if that is the next message's header."""
@@ -500,22 +493,30 @@ class Tokenizer:
             if not header or text.count(header) != past.count(header) + 1:
                 raise self._refusal(turn)
             written = text.rpartition(header)[2]
+        written = self._with_reasoning(written, opened, before, messages[turn])
+        return before, written.rstrip()  # a line break after the end token belongs to no turn
 
-        # DeepSeek V3.1's prompt ends with </think> when there is to be no reasoning.
-        reasoning, prompted = _reasoning_of(messages[turn]), before.rstrip().endswith("</think>")
+    def _with_reasoning(self, written: str, opened: str, before: str, message: Mapping[str, Any]) -> str:
+        """Return what the assistant has to write, with its reasoning if the template left that out.
+
+        Args:
+            written: what the template writes after the header of the assistant's turn.
+            opened: what the prompt, `before`, ends with after the header, such as <think>.
+        """
         if opened and written.startswith(opened):
-            written = written.removeprefix(opened)
-        elif opened or (
-            reasoning and reasoning not in written and not prompted and "</think>" in (self.chat_template or "")
-        ):
+            return written.removeprefix(opened)
+        reasoning = reasoning_of(message)
+        # DeepSeek V3.1's prompt ends with </think> when there is to be no reasoning.
+        reasons = "</think>" in (self.chat_template or "") and not before.rstrip().endswith("</think>")
+        if opened or (reasons and reasoning and reasoning not in written):
             opening = "" if opened else "<think>\n"
             answer = re.sub(r"^\n*(<think>\s*</think>\n*)?", "", written)
-            written = f"{opening}{reasoning}\n</think>\n\n{answer}"
-        return before, written.rstrip()  # a line break after the end token belongs to no turn
+            return f"{opening}{reasoning}\n</think>\n\n{answer}"
+        return written
 
     def _refusal(self, number: int) -> ValueError:
         return ValueError(
-            f"The chat template of {self.folder} does not write the first {number} messages and then the next one, so "
+            f"{self._template_name} does not write the first {number} messages and then the next one, so "
             "what the assistant has to write there cannot be told apart. Mark it in the template with "
             "{% generation %}, split the chat after that message, or train on all of its tokens."
         )
@@ -531,139 +532,6 @@ class Stream:
     def push(self, id: int) -> str:
         """Add an id, and return the text that it completes: empty while a character lacks some of its bytes."""
         return self._stream.step(self._tokenizer, id) or ""
-
-
-def image_parts(messages: Messages) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of a chat's messages that are images or videos, in order."""
-    for message in messages:
-        if isinstance(message.get("content"), list | tuple):
-            yield from (part for part in message["content"] if is_image(part))
-
-
-def is_image(part: Any) -> bool:
-    """Whether a part of a message is an image, or a video."""
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "video")
-
-
-def has_images(messages: Messages) -> bool:
-    """Whether a message of a chat holds an image."""
-    return next(image_parts(messages), None) is not None
-
-
-def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose content is one text, if the content was a list of texts."""
-    parts = message.get("content")
-    if not isinstance(parts, list | tuple):
-        return message
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    whole = [text for text in texts if isinstance(text, str)]
-    return {**message, "content": "".join(whole)} if len(whole) == len(parts) else message
-
-
-def _check_text(messages: Messages) -> None:
-    if has_images(messages):
-        raise ValueError(
-            "A message holds an image. zoo.generate, the chat and the server take it, and training with --vision."
-        )
-
-
-def _reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Copy a message's reasoning to every field in which templates look for it, as transformers does."""
-    found = next((message[name] for name in REASONING if name in message), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
-
-
-def _reasoning_of(message: Mapping[str, Any]) -> str:
-    """Return a message's reasoning: from a field of REASONING, else from before </think> in the content, else ""."""
-    found = next((message[name] for name in REASONING if message.get(name)), None)
-    if not isinstance(found, str):
-        content = message.get("content")
-        before, closed, _ = content.rpartition("</think>") if isinstance(content, str) else ("", "", "")
-        found = before.rpartition("<think>")[2] if closed else ""
-    return found.strip()
-
-
-def _doubts(
-    messages: Messages, text: str, learnt: Container[int], known: Callable[[str], bool]
-) -> Iterator[tuple[int, str]]:
-    """Yield message number and field for fields that a rendered text lacks in their place.
-
-    The text may still have such a field in another form.
-
-    Args:
-        messages: the chat.
-        text: the rendered text, without marks.
-        learnt: messages whose reasoning, and content beside calls, must be there, too.
-        known: whether a role is known to the template.
-    """
-    end, places = 0, []  # of each message: the end of the text before it, and the start of its content
-    for number, message in enumerate(messages):
-        role, begin, after = message["role"], None, end
-        beside = role == "assistant" and number not in learnt and any(message.get(field) for field in CALLS)
-        pieces = [piece for leaf in _leaves(message.get("content")) if (piece := _answer(leaf))]
-        for piece in [] if beside else pieces:
-            if (at := text.find(piece, after)) >= 0:
-                begin, after = at if begin is None else begin, at + len(piece)
-            elif piece not in text and not any(json.dumps(piece, ensure_ascii=e)[1:-1] in text for e in (False, True)):
-                yield number, "content"
-                break
-        else:
-            if pieces and not beside and role not in USUAL and not known(role):
-                yield number, "content"  # a short text may be found anywhere
-        places.append((end, begin))
-        if role not in ("system", "developer"):  # some templates write theirs before the last question
-            end = after
-    for number, message in enumerate(messages):
-        start, stop = places[number][0], places[number + 1][1] if number + 1 < len(messages) else None
-        for field in CALLS:
-            if any(text.find(name, start, stop) < 0 for name in _names(message.get(field))):
-                yield number, field
-        if number in learnt and _reasoning_of(message) not in text[start:]:
-            yield number, "reasoning"
-
-
-def _answer(content: str) -> str:
-    return content.rpartition("</think>")[2].strip()
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    """Yield the texts and numbers of a content, or of a part of one."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item) if key not in ("role", "type") else ()
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, str) or type(value) in (int, float):
-        yield str(value)
-
-
-def _names(calls: Any) -> list[str]:
-    """Return the names of functions that are called, or of tools."""
-    calls = calls if isinstance(calls, list | tuple) else [calls]
-    functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
-    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
-    return [name for name in names if isinstance(name, str)]
-
-
-def _changed_in(message: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Return a message with another content, other calls, or other reasoning in every field that holds it."""
-    if field != "reasoning":
-        return {**message, field: _changed(message[field])}
-    reasoning = _reasoning_of(message)
-    other = lambda value: value.replace(reasoning, _changed(reasoning)) if isinstance(value, str) else value
-    return {key: other(value) if key in (*REASONING, "content") else value for key, value in message.items()}
-
-
-def _changed(value: Any) -> Any:
-    """Return another value of the same form."""
-    if isinstance(value, str):
-        return f"x{value}x"
-    if isinstance(value, Mapping):
-        return {key: item if key in ("role", "type") else _changed(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_changed(item) for item in value]
-    return value + 1 if type(value) in (int, float) else value
 
 
 def _encoding(tokenizer: tokenizers.Tokenizer, text: str, special: bool) -> tokenizers.Encoding:
