@@ -73,26 +73,8 @@ def unpack(tensors: Mapping[str, Tensor], stored: Mapping[str, Any] | None = Non
     """
     rest, packed = dict(tensors), {}
     for layout in layouts(stored):
-        first = next(iter(layout.parts.values()))
-        base = lambda name, layout=layout: name.removesuffix(layout.codes)
-        codes = [
-            name
-            for name, tensor in tensors.items()
-            if name.endswith(layout.codes)
-            and (tensor.dtype in layout.dtypes if layout.dtypes else base(name) + first in tensors)
-        ]
-        for name in codes:
-            given = {"codes": rest.pop(name)}
-            for part, end in {**layout.parts, **layout.optional}.items():
-                if (tensor := rest.pop(base(name) + end, None)) is not None:
-                    given[part] = tensor
-                elif part in layout.parts:
-                    where = given["codes"].file
-                    raise ValueError(f"{name} in {where} has no {part}; the checkpoint lacks {base(name) + end}.")
-            whole = layout.make(name=base(name) + layout.stands_for, **given)
-            if not whole.fits:
-                kinds = " and ".join(f"{t.name} in {t.file}, {t.dtype}{list(t.shape)}," for t in whole.tensors)
-                raise ValueError(f"{kinds} do not fit; the files are damaged.")
+        for name in _codes(layout, tensors):
+            whole = _joined(layout, name, rest)
             packed[whole.name] = whole
         rest = {name: tensor for name, tensor in rest.items() if not name.endswith(layout.dropped)}
         for name, tensor in rest.items():
@@ -103,6 +85,36 @@ def unpack(tensors: Mapping[str, Tensor], stored: Mapping[str, Any] | None = Non
     plain = max((t for t in rest.values() if t.dtype in FLOATS), key=lambda t: t.nbytes, default=None)
     dtype = plain.dtype if plain else BF16
     return rest | {name: replace(whole, dtype=dtype) for name, whole in packed.items()}
+
+
+def _codes(layout: Layout, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of the tensors that hold codes of a layout."""
+    first = next(iter(layout.parts.values()))
+    return [
+        name
+        for name, tensor in tensors.items()
+        if name.endswith(layout.codes)
+        and (tensor.dtype in layout.dtypes if layout.dtypes else name.removesuffix(layout.codes) + first in tensors)
+    ]
+
+
+def _joined(layout: Layout, name: str, rest: dict[str, Tensor]) -> Packed:
+    """Takes the codes `name` and the other tensors of one weight out of `rest`, and joins them.
+
+    Raises:
+        ValueError: a tensor is missing, or they do not fit together; the message names them.
+    """
+    base, given = name.removesuffix(layout.codes), {"codes": rest.pop(name)}
+    for part, end in {**layout.parts, **layout.optional}.items():
+        if (tensor := rest.pop(base + end, None)) is not None:
+            given[part] = tensor
+        elif part in layout.parts:
+            raise ValueError(f"{name} in {given['codes'].file} has no {part}; the checkpoint lacks {base + end}.")
+    whole = layout.make(name=base + layout.stands_for, **given)
+    if not whole.fits:
+        kinds = " and ".join(f"{t.name} in {t.file}, {t.dtype}{list(t.shape)}," for t in whole.tensors)
+        raise ValueError(f"{kinds} do not fit; the files are damaged.")
+    return whole
 
 
 def _is(stored: Mapping[str, Any], key: str) -> bool:

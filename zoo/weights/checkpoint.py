@@ -10,6 +10,7 @@ be redundant. Otherwise the checkpoint is refused.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -17,7 +18,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -27,7 +28,7 @@ import ml_dtypes
 import numpy as np
 import rich.console
 import rich.progress
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from convert.packed import Packed, quantize_blocks
 from convert.tensors import Lazy, Tensor
@@ -37,7 +38,7 @@ from zoo.nn.stack import Stack
 from zoo.quantized import Format, LowPrecisionExpertLinear, LowPrecisionLinear, quantize
 from zoo.surgery import modules, path_name, shardings
 from zoo.weights.gather import gathered
-from zoo.weights.reading import Fused, Parameter, Part, Scan, Source, once, read, read_quantized
+from zoo.weights.reading import Fused, Parameter, Part, Reader, Scan, Stored, once
 
 
 M = TypeVar("M", bound=AbstractModel)
@@ -99,7 +100,7 @@ def parameters(model: AbstractModel, family: Family, most: int = 2**31) -> Itera
         yield Parameter(path, array, names, swapped, either)
 
 
-def as_stored(wanted: Sequence[Parameter], tensors: Mapping[str, Source]) -> list[Parameter]:
+def as_stored(wanted: Sequence[Parameter], tensors: Mapping[str, Stored]) -> list[Parameter]:
     """Decide by shapes whether a checkpoint has swapped the axes of its `^T?` tensors: of all, or of none.
 
     A mixture's experts cannot fit both ways, because at most one of their two matrices is square.
@@ -134,20 +135,31 @@ def standard_names(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]
     for end, ends in family.fused.items():
         first = ends[0].format(0)
         for start in [name.removesuffix(first) for name in out if name.endswith(first)]:
-            names = lambda n, start=start, ends=ends: [start + part.format(n) for part in ends]
-            count = next(n for n in itertools.count() if names(n)[0] not in out)
-            experts: Any = [[out.get(name) for name in names(n)] for n in range(count)]
-            shapes = {tuple(tensor and tensor.shape for tensor in expert) for expert in experts}
-            if len(shapes) == 1 and None not in experts[0]:  # others keep their names
-                out[start + end] = Fused(start + end, tuple(map(tuple, experts)))
-                apart = {name for n in range(count) for name in names(n)}
-                out = {name: tensor for name, tensor in out.items() if name not in apart}
+            out = with_fused(out, start, end, ends)
     return out
+
+
+def with_fused(tensors: dict[str, Any], start: str, end: str, ends: Sequence[str]) -> dict[str, Any]:
+    """Replace the tensors of single experts by one `Fused` tensor, if each expert has all, of one shape.
+
+    The names of the tensors of expert n are `start` and each of `ends` with n in the place of `{}`; that of the fused
+    one is `start` and `end`.
+    """
+    names: list[list[str]] = []
+    while (expert := [start + part.format(len(names)) for part in ends])[0] in tensors:
+        names.append(expert)
+    experts: Any = tuple(tuple(map(tensors.get, expert)) for expert in names)
+    shapes = {tuple(tensor and tensor.shape for tensor in expert) for expert in experts}
+    if len(shapes) > 1 or None in experts[0]:
+        return tensors
+    apart = set(itertools.chain(*names))
+    rest = {name: tensor for name, tensor in tensors.items() if name not in apart}
+    return rest | {start + end: Fused(start + end, experts)}
 
 
 def fill(
     skeleton: M,
-    tensors: Mapping[str, Source],
+    tensors: Mapping[str, Stored],
     family: Family,
     *,
     dtype: np.dtype | None,
@@ -179,55 +191,94 @@ def fill(
     check(wanted, tensors, skeleton.config, family, dtype)
     result = eqx.filter_eval_shape(quantize, skeleton, format) if format else skeleton
     shapes = {path_name(path): a.shape for path, a in jax.tree_util.tree_leaves_with_path(result)}
-    paths = list(shapes)
-    places = jax.tree.leaves(shardings(result, family.partition_rules, mesh)) if mesh else []
-    float32 = tuple(f"{path}." for path, _ in modules(skeleton, Float32))
+    places = jax.tree.leaves(shardings(result, family.partition_rules, mesh)) if mesh else [None] * len(shapes)
+    places = dict(zip(shapes, places, strict=True))
+    dtypes = dtypes_of(skeleton, wanted, tensors, dtype)
     arrays: dict[str, jax.Array] = {}
     scan = Scan() if check_values else None
-
-    def put(path: str, part: Part) -> None:
-        """Place a parameter on its devices; `part` reads its values, index by index."""
-        if mesh:
-            arrays[path] = jax.make_array_from_callback(shapes[path], places[paths.index(path)], part)
-        else:
-            arrays[path] = jax.device_put(part((slice(None),) * len(shapes[path])))
-
     size = sum(tensors[name].nbytes for parameter in wanted for name in parameter.names.flat)
-    with (
-        rich.progress.Progress(
-            "loading", rich.progress.BarColumn(), rich.progress.DownloadColumn(), rich.progress.TimeRemainingColumn(),
-            transient=True, disable=size < 2**30 or not sys.stderr.isatty(), console=rich.console.Console(stderr=True),
-        ) as bar,
-        concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
-    ):  # fmt: skip
-        task = bar.add_task("", total=size)
+    with progress(size) as advance, concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        reader = Reader(tensors, pool, scan, mmap)
         for parameter in wanted:
-            path, stored = parameter.path, [tensors[n] for n in parameter.names.flat]
-            kind = np.dtype(np.float32) if path.startswith(float32) else dtype or stored[0].dtype
-            if format and (scale := f"{path.removesuffix('.weight')}.scale") in paths:
-                both = once(lambda i, p=parameter, kind=kind: read_quantized(p, tensors, i, kind, format, pool, scan))
-                rows, scaled = parameter.array.ndim - 1, len(shapes[scale])
-                put(path, lambda i, both=both, n=rows: both(i[:n])[0][..., i[n]])
-                put(scale, lambda i, both=both, n=rows, m=scaled: both(i[:n])[1][(..., *i[n:m])])
-            else:
-                put(path, once(lambda i, p=parameter, kind=kind: read(p, tensors, i, kind, pool, scan, mmap)))
+            stored = [tensors[name] for name in parameter.names.flat]
+            parts = parts_of(parameter, reader, dtypes[parameter.path], format, shapes)
+            arrays |= {path: put(part, shapes[path], places[path]) for path, part in parts.items()}
             if scan:
                 scan.end(stored)
-            bar.advance(task, sum(tensor.nbytes for tensor in stored))
-    return jax.tree.unflatten(jax.tree.structure(result), [arrays[path] for path in paths])
+            advance(sum(tensor.nbytes for tensor in stored))
+    return jax.tree.unflatten(jax.tree.structure(result), [arrays[path] for path in shapes])
+
+
+def dtypes_of(
+    skeleton: AbstractModel, wanted: Sequence[Parameter], tensors: Mapping[str, Stored], dtype: np.dtype | None
+) -> dict[str, np.dtype]:
+    """Map each parameter's path to its dtype: `dtype`, or that of its tensors; float32 where the model asks for it."""
+    float32 = tuple(f"{path}." for path, _ in modules(skeleton, Float32))
+    own = lambda parameter: dtype or tensors[parameter.names.flat[0]].dtype
+    return {p.path: np.dtype(np.float32) if p.path.startswith(float32) else own(p) for p in wanted}
+
+
+@contextlib.contextmanager
+def progress(size: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar for loading `size` bytes, if they take long; yields a function to call with bytes that were read."""
+    with rich.progress.Progress(
+        "loading", rich.progress.BarColumn(), rich.progress.DownloadColumn(), rich.progress.TimeRemainingColumn(),
+        transient=True, disable=size < 2**30 or not sys.stderr.isatty(), console=rich.console.Console(stderr=True),
+    ) as bar:  # fmt: skip
+        task = bar.add_task("", total=size)
+        yield lambda count: bar.advance(task, count)
+
+
+def put(part: Part, shape: tuple[int, ...], place: NamedSharding | None) -> jax.Array:
+    """Place an array on its devices, without a `place` on the default one; `part` reads its values, index by index."""
+    if place is None:
+        return jax.device_put(part((slice(None),) * len(shape)))
+    return jax.make_array_from_callback(shape, place, part)
+
+
+def parts_of(
+    parameter: Parameter, reader: Reader, dtype: np.dtype, format: Format | None, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Part]:
+    """Return how a parameter is read: path of an array of the model -> part. A quantized weight is two arrays.
+
+    `shapes` are those of the model's arrays, by path.
+    """
+    path = parameter.path
+    scale = f"{path.removesuffix('.weight')}.scale"
+    if format is None or scale not in shapes:
+        return {path: once(lambda index: reader.read(parameter, index, dtype))}
+    both = once(lambda index: reader.read_quantized(parameter, index, dtype, format))
+    rows, scaled = parameter.array.ndim - 1, len(shapes[scale])
+    return {
+        path: lambda index: both(index[:rows])[0][..., index[rows]],
+        scale: lambda index: both(index[:rows])[1][(..., *index[rows:scaled])],
+    }
 
 
 def check(
     wanted: list[Parameter],
-    tensors: Mapping[str, Source],
+    tensors: Mapping[str, Stored],
     config: AbstractConfig,
     family: Family,
     dtype: np.dtype | None,
 ) -> None:
     """Raise ValueError unless `tensors` are exactly those of the parameters, redundant ones aside."""
+    check_names({name for parameter in wanted for name in parameter.names.flat}, tensors, config, family)
+    for parameter in wanted:
+        stored = [tensors[name] for name in parameter.names.flat]
+        for tensor in stored:
+            check_kind(tensor, parameter)
+            if dtype is None and tensor.dtype != stored[0].dtype:
+                raise ValueError(
+                    f"{tensor.name} in {tensor.file} is {tensor.dtype}, but {stored[0].name} is {stored[0].dtype}; "
+                    "what runs together needs one: choose it with dtype=."
+                )
+
+
+def check_names(names: Set[str], tensors: Mapping[str, Stored], config: AbstractConfig, family: Family) -> None:
+    """Raise ValueError unless `tensors` have these names, and others only if they are redundant."""
     where = next(iter(tensors.values())).file.parent if tensors else "the checkpoint"
     first = lambda names: ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    names = {name for parameter in wanted for name in parameter.names.flat}
     if missing := names - tensors.keys():
         raise ValueError(f"{where} lacks {len(missing)} tensors that its config.json calls for: {first(missing)}.")
     unknown = []
@@ -245,26 +296,21 @@ def check(
             f"{where} has {len(unknown)} tensors that {family.name} has no place for: {first(unknown)}. "
             "Its config.json does not describe this checkpoint."
         )
-    for parameter in wanted:
-        stored = [tensors[name] for name in parameter.names.flat]
-        for tensor in stored:
-            if tensor.shape != parameter.stored_shape:
-                raise ValueError(
-                    f"{tensor.name} in {tensor.file} has shape {tensor.shape}; config.json calls for "
-                    f"{parameter.stored_shape}."
-                )
-            if not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize not in (2, 4):
-                raise ValueError(
-                    f"{tensor.name} in {tensor.file} is {tensor.dtype}; {parameter.path} needs a 16 or 32 bit float."
-                )
-            if dtype is None and tensor.dtype != stored[0].dtype:
-                raise ValueError(
-                    f"{tensor.name} in {tensor.file} is {tensor.dtype}, but {stored[0].name} is {stored[0].dtype}; "
-                    "what runs together needs one: choose it with dtype=."
-                )
 
 
-def check_headers(tensors: Mapping[str, Source], family: Family, config: AbstractConfig) -> None:
+def check_kind(tensor: Stored, parameter: Parameter) -> None:
+    """Raise ValueError unless a tensor has the shape of those of a parameter, and floating point numbers."""
+    if tensor.shape != parameter.stored_shape:
+        raise ValueError(
+            f"{tensor.name} in {tensor.file} has shape {tensor.shape}; config.json calls for {parameter.stored_shape}."
+        )
+    if not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize not in (2, 4):
+        raise ValueError(
+            f"{tensor.name} in {tensor.file} is {tensor.dtype}; {parameter.path} needs a 16 or 32 bit float."
+        )
+
+
+def check_headers(tensors: Mapping[str, Stored], family: Family, config: AbstractConfig) -> None:
     """Check as `check` does, from headers alone: any dtype passes, and tensors that repeat others are not compared."""
     check_sizes(config, tensors)
     wanted = list(parameters(skeleton(family, config), family, len(tensors)))
@@ -283,7 +329,7 @@ def redundant(name: str, config: AbstractConfig, family: Family) -> tuple[bool, 
     return False, None
 
 
-def adds_nothing(name: str, tensors: Mapping[str, Source]) -> bool:
+def adds_nothing(name: str, tensors: Mapping[str, Stored]) -> bool:
     """Whether a tensor is a bias of zeros beside a quantized weight, as GPTQ's tools write. Unreadable values pass."""
     bias, weight = tensors[name], tensors.get(name.removesuffix("bias") + "weight")
     if not (name.endswith(".bias") and isinstance(weight, Packed) and isinstance(bias, Tensor)):
@@ -291,7 +337,7 @@ def adds_nothing(name: str, tensors: Mapping[str, Source]) -> bool:
     return not (bias.readable and bias.view().astype(np.float32).any())
 
 
-def equal(a: Source, b: Source) -> bool:
+def equal(a: Stored, b: Stored) -> bool:
     """Whether two tensors hold the same bits."""
     bits = lambda tensor: tensor.part((), tensor.dtype).reshape(-1).view(np.uint8)
     return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(bits(a), bits(b))
@@ -309,15 +355,7 @@ def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[s
     """
     if fp8 and not family.fp8_blocks:
         raise ValueError(f"{family.name} has no layout with fp8 blocks.")
-    for path, linear in modules(model, (AbstractLinear, AbstractExpertLinear)):
-        if not isinstance(linear, PLAIN):
-            raise ValueError(f"{path} is a {type(linear).__name__}; the Hub layout only holds plain linears.")
-    parts = [part for part in family.parts if getattr(model, part) is not None]
-    if change := changed(model, skeleton(family, model.config, parts), "model"):
-        raise ValueError(
-            f"{change}. A folder holds the tensors and the config, of which {family.name} would make another model: "
-            "register a family of your own for it (docs/families.md)."
-        )
+    check_unchanged(model, family)
     out: dict[str, Lazy] = {}
     for parameter in parameters(model, family):
         blocks = fp8 and any(fnmatch.fnmatch(parameter.path, pattern) for pattern in family.fp8_blocks)
@@ -331,6 +369,19 @@ def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[s
                 out[name] = (shape, np.dtype(ml_dtypes.float8_e4m3fn), lambda get=get: quantize_blocks(get())[0])
                 out[f"{name}_scale_inv"] = (scales, np.dtype(np.float32), lambda get=get: quantize_blocks(get())[1])
     return {published_name(name, model, family): tensor for name, tensor in out.items()}
+
+
+def check_unchanged(model: AbstractModel, family: Family) -> None:
+    """Raise ValueError unless a model is what the family makes of its config, so that a folder can hold it."""
+    for path, linear in modules(model, (AbstractLinear, AbstractExpertLinear)):
+        if not isinstance(linear, PLAIN):
+            raise ValueError(f"{path} is a {type(linear).__name__}; the Hub layout only holds plain linears.")
+    parts = [part for part in family.parts if getattr(model, part) is not None]
+    if change := changed(model, skeleton(family, model.config, parts), "model"):
+        raise ValueError(
+            f"{change}. A folder holds the tensors and the config, of which {family.name} would make another model: "
+            "register a family of your own for it (docs/families.md)."
+        )
 
 
 def changed(model: Any, made: Any, path: str) -> str | None:
@@ -352,16 +403,16 @@ def changed(model: Any, made: Any, path: str) -> str | None:
         return next(filter(None, (changed(a, b, name) for name, a, b in pairs)), None)
     if not isinstance(made, eqx.Module):
         return None if model == made else f"{path} is {model!r}, and its family's {made!r}"
-    for field in dataclasses.fields(made):
-        name, (a, b) = f"{path}.{field.name}", (getattr(m, field.name) for m in (model, made))
-        if field.metadata.get("static"):
-            remat = isinstance(made, Stack) and field.name == "remat"
-            change = None if remat or a == b else f"{name} is {a!r}, and its family's {b!r}"
-        else:
-            change = changed(a, b, name)
-        if change:
-            return change
-    return None
+    return next(filter(None, (changed_in(field, model, made, path) for field in dataclasses.fields(made))), None)
+
+
+def changed_in(field: dataclasses.Field, model: eqx.Module, made: eqx.Module, path: str) -> str | None:
+    """Describe how a field of two modules of one class differs, as `changed` does."""
+    name, (a, b) = f"{path}.{field.name}", (getattr(m, field.name) for m in (model, made))
+    if not field.metadata.get("static"):
+        return changed(a, b, name)
+    remat = isinstance(made, Stack) and field.name == "remat"
+    return None if remat or a == b else f"{name} is {a!r}, and its family's {b!r}"
 
 
 def published_name(name: str, model: AbstractModel, family: Family) -> str:

@@ -64,7 +64,7 @@ class Fused:
         return np.stack(parts) if parts else np.empty((0, last - first, self.shape[2]), dtype)
 
 
-Source = Tensor | Packed | Fused
+Stored = Tensor | Packed | Fused  # a tensor of a checkpoint, whose values are read later
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Scan:
     def __init__(self):
         self.zeros: list[tuple[str, int]] = []  # of each piece of zeros alone: its matrix's name, and its size
 
-    def look(self, tensor: Source, values: np.ndarray, parameter: Parameter | None = None) -> None:
+    def look(self, tensor: Stored, values: np.ndarray, parameter: Parameter | None = None) -> None:
         """Check a piece of a tensor, which becomes part of `parameter`. Several threads may call this at once.
 
         Raises:
@@ -117,7 +117,7 @@ class Scan:
         if matrix and positive <= 0 and negative <= sign:
             self.zeros.append((tensor.name, values.size))
 
-    def end(self, tensors: Iterable[Source]) -> None:
+    def end(self, tensors: Iterable[Stored]) -> None:
         """Raise a ValueError that names the matrix, if all of a matrix was read and is zeros."""
         zeros = collections.Counter()
         for name, count in self.zeros:
@@ -128,7 +128,7 @@ class Scan:
                 raise self.refusal(tensor, "holds nothing but zeros")
 
     @staticmethod
-    def refusal(tensor: Source, what: str) -> ValueError:
+    def refusal(tensor: Stored, what: str) -> ValueError:
         return ValueError(
             f"{tensor.name} in {tensor.file} {what}: the file is damaged, or its training had failed. "
             "Take another, or load it as it is with check_values=False."
@@ -141,68 +141,91 @@ def once(part: Part) -> Part:
     return lambda index: held(*((s.start, s.stop) for s in index))
 
 
-def read(
-    parameter: Parameter,
-    tensors: Mapping[str, Source],
-    index: Index,
-    dtype: np.dtype,
-    pool: concurrent.futures.Executor,
-    scan: Scan | None = None,
-    mmap: bool = True,
-) -> np.ndarray:
-    """Read `array[index]` of a parameter, with at most one copy; without `mmap`, with at least one."""
-    names, inner, shape = locate(parameter, index)
-    if mmap and names.ndim == 0 and not parameter.transposed:
-        tensor = tensors[names.item()]
-        whole = shape == tensor.shape
-        if isinstance(tensor, Tensor) and dtype == tensor.dtype and not (whole and tensor.offset % 64):
-            # jax takes an aligned mapping over as the array, and would copy any other.
-            mapped = tensor.view(own=True)[inner]
-            if scan:
-                look = lambda tensor, at, piece: scan.look(tensor, mapped[piece], parameter)
-                for_each_piece(look, tensors, names, shape, PIECE // dtype.itemsize, pool)
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Reads arrays of a model from the tensors of a checkpoint, by several threads."""
+
+    tensors: Mapping[str, Stored]
+    pool: concurrent.futures.Executor
+    scan: Scan | None
+    """Checks the values; None: they are not checked."""
+    mmap: bool
+    """Whether an array may be the memory-mapped file, in place of a copy."""
+
+    def read(self, parameter: Parameter, index: Index, dtype: np.dtype) -> np.ndarray:
+        """Read `array[index]` of a parameter, with at most one copy; without `mmap`, with at least one."""
+        names, inner, shape = locate(parameter, index)
+        if (mapped := self._mapped(parameter, index, dtype)) is not None:
+            look = lambda tensor, at, piece: self._look(tensor, mapped[piece], parameter)
+            if self.scan:
+                self._for_each_piece(look, names, shape, PIECE // dtype.itemsize)
             return mapped
-    out = aligned_empty((*names.shape, *shape), dtype)
+        out = aligned_empty((*names.shape, *shape), dtype)
 
-    def fetch(tensor: Source, at: tuple[int, ...], piece: slice) -> None:
-        plain = whole_rows(tensor, inner) and not parameter.transposed
-        if plain and isinstance(tensor, Tensor) and tensor.dtype == dtype:
-            tensor.read_into(out[at][piece], inner[0].start + piece.start)
-        else:
-            out[at][piece] = rows(tensor, inner, piece, dtype, parameter.transposed)
-        if scan:
-            scan.look(tensor, out[at][piece], parameter)
+        def fetch(tensor: Stored, at: tuple[int, ...], piece: slice) -> None:
+            plain = whole_rows(tensor, inner) and not parameter.transposed
+            if plain and isinstance(tensor, Tensor) and tensor.dtype == dtype:
+                tensor.read_into(out[at][piece], inner[0].start + piece.start)
+            else:
+                out[at][piece] = rows(tensor, inner, piece, dtype, parameter.transposed)
+            self._look(tensor, out[at][piece], parameter)
 
-    for_each_piece(fetch, tensors, names, shape, PIECE // dtype.itemsize, pool)
-    return out
+        self._for_each_piece(fetch, names, shape, PIECE // dtype.itemsize)
+        return out
 
+    def read_quantized(
+        self, parameter: Parameter, index: Index, dtype: np.dtype, format: Format
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Read the rows `index` of a parameter in `dtype`, and quantize them piece by piece: values and scales.
 
-def read_quantized(
-    parameter: Parameter,
-    tensors: Mapping[str, Source],
-    index: Index,
-    dtype: np.dtype,
-    format: Format,
-    pool: concurrent.futures.Executor,
-    scan: Scan | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Read the rows `index` of a parameter in `dtype`, and quantize them piece by piece: values and scales.
+        Rows are read whole, since a row's scale depends on all of it.
+        """
+        names, inner, shape = locate(parameter, (*index, slice(None)))
+        values, scales = quantize_weight(np.zeros((1, shape[-1]), dtype), format, np)
+        values = aligned_empty((*names.shape, *shape[:-1], *values.shape[1:]), STORED[format])
+        scales = aligned_empty((*names.shape, *shape[:-1], *scales.shape[1:]), dtype)
 
-    Rows are read whole, since a row's scale depends on all of it.
-    """
-    names, inner, shape = locate(parameter, (*index, slice(None)))
-    values, scales = quantize_weight(np.zeros((1, shape[-1]), dtype), format, np)
-    values = aligned_empty((*names.shape, *shape[:-1], *values.shape[1:]), STORED[format])
-    scales = aligned_empty((*names.shape, *shape[:-1], *scales.shape[1:]), dtype)
+        def fetch(tensor: Stored, at: tuple[int, ...], piece: slice) -> None:
+            weight = rows(tensor, inner, piece, dtype, parameter.transposed)
+            self._look(tensor, weight, parameter)
+            values[at][piece], scales[at][piece] = quantize_weight(weight, format, np)
 
-    def fetch(tensor: Source, at: tuple[int, ...], piece: slice) -> None:
-        weight = rows(tensor, inner, piece, dtype, parameter.transposed)
-        if scan:
-            scan.look(tensor, weight, parameter)
-        values[at][piece], scales[at][piece] = quantize_weight(weight, format, np)
+        self._for_each_piece(fetch, names, shape, QUANTIZED_PIECE // dtype.itemsize)
+        return values, scales
 
-    for_each_piece(fetch, tensors, names, shape, QUANTIZED_PIECE // dtype.itemsize, pool)
-    return values, scales
+    def _mapped(self, parameter: Parameter, index: Index, dtype: np.dtype) -> np.ndarray | None:
+        """Map `array[index]` of a parameter that is stored as one tensor as it is; None if it has to be copied."""
+        names, inner, shape = locate(parameter, index)
+        if not self.mmap or names.ndim or parameter.transposed:
+            return None
+        tensor = self.tensors[names.item()]
+        if not isinstance(tensor, Tensor) or dtype != tensor.dtype:
+            return None
+        if shape == tensor.shape and tensor.offset % 64:
+            return None  # jax takes an aligned mapping over as the array, and would copy any other
+        return tensor.view(own=True)[inner]
+
+    def _look(self, tensor: Stored, values: np.ndarray, parameter: Parameter) -> None:
+        if self.scan:
+            self.scan.look(tensor, values, parameter)
+
+    def _for_each_piece(
+        self,
+        fetch: Callable[[Stored, tuple[int, ...], slice], None],
+        names: NDArray[Any],
+        shape: tuple[int, ...],
+        size: int,
+    ) -> None:
+        """Call `fetch(tensor, its index in names, a slice of its rows)` for all rows of all tensors, in several
+        threads.
+
+        A slice has at most `size` numbers, or one row if that has more.
+        """
+        step = max(1, size // max(1, math.prod(shape[1:])))
+        pieces = [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+        each = [(self.tensors[str(names[at])], at, piece) for at in np.ndindex(names.shape) for piece in pieces]
+        for done in [self.pool.submit(fetch, *one) for one in each]:
+            done.result()
 
 
 def locate(parameter: Parameter, index: Index) -> tuple[NDArray[Any], Index, tuple[int, ...]]:
@@ -213,7 +236,7 @@ def locate(parameter: Parameter, index: Index) -> tuple[NDArray[Any], Index, tup
     return names, inner, tuple(s.stop - s.start for s in inner)
 
 
-def rows(tensor: Source, index: Index, piece: slice, dtype: np.dtype, transposed: bool) -> np.ndarray:
+def rows(tensor: Stored, index: Index, piece: slice, dtype: np.dtype, transposed: bool) -> np.ndarray:
     """Read `tensor[index][piece]` in the model's orientation and `dtype`."""
     first = slice(index[0].start + piece.start, index[0].start + piece.stop)
     index = (first, *index[1:])
@@ -229,29 +252,8 @@ def rows(tensor: Source, index: Index, piece: slice, dtype: np.dtype, transposed
     return part.swapaxes(-1, -2) if transposed else part
 
 
-def whole_rows(tensor: Source, index: Index) -> bool:
+def whole_rows(tensor: Stored, index: Index) -> bool:
     return tuple(s.stop - s.start for s in index[1:]) == tensor.shape[1:]
-
-
-def for_each_piece(
-    fetch: Callable[[Source, tuple[int, ...], slice], None],
-    tensors: Mapping[str, Source],
-    names: NDArray[Any],
-    shape: tuple[int, ...],
-    size: int,
-    pool: concurrent.futures.Executor,
-) -> None:
-    """Call `fetch(tensor, its index in names, a slice of its rows)` for all rows of all tensors, in several threads.
-
-    A slice has at most `size` numbers, or one row if that has more.
-    """
-    step = max(1, size // max(1, math.prod(shape[1:])))
-    pieces = [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
-    work = [
-        pool.submit(fetch, tensors[str(names[at])], at, piece) for at in np.ndindex(names.shape) for piece in pieces
-    ]
-    for done in work:
-        done.result()
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
