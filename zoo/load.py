@@ -86,7 +86,7 @@ def load(
     tensors = source.tensors()
     checkpoint.check_sizes(config, tensors)
     if verify:
-        convert.tensors.verify_files(source.folder, slice(jax.process_index(), None, jax.process_count()))
+        convert.tensors.verify_files(source.weights, slice(jax.process_index(), None, jax.process_count()))
     return checkpoint.fill(
         checkpoint.skeleton(family, config, parts), tensors, family,
         dtype=dtype, mesh=mesh, format=quantize, check_values=check_values, mmap=mmap,
@@ -159,7 +159,7 @@ def inspect(source: Named, *, revision: str | None = None) -> AbstractConfig:
     source = _opened(source, revision, companions=False)
     family, config = source.family, source.config
     if source.remote or any((source.folder / name).exists() for name in (convert.files.WEIGHTS, convert.files.INDEX)):
-        checkpoint.check_headers(source.tensors(), family, config)
+        checkpoint.check_headers(source.headers(), family, config)
     return config
 
 
@@ -169,7 +169,7 @@ def fingerprint(source: Named, *, revision: str | None = None) -> str:
     Raises:
         OSError, ValueError: the weights cannot be found, as in `load`.
     """
-    return convert.hub.weights_hash(_opened(source, revision, weights=True).folder)
+    return convert.hub.weights_hash(_opened(source, revision, weights=True).weights)
 
 
 def tokenizer(
@@ -213,23 +213,23 @@ def _template(source: str | os.PathLike[str]) -> str:
     """Returns the text of a jinja file, or of another model's template."""
     if os.fspath(source).endswith(".jinja") or pathlib.Path(source).is_file():
         return pathlib.Path(source).read_text(encoding="utf-8")
-    folder = _opened(source, None).folder
+    folder = Source.open(source).folder
     if (template := chat_template_of(folder)) is None:
         raise ValueError(f"{folder} has no chat template: name another model, or a .jinja file.")
     return template
 
 
 def _opened(source: Named, revision: str | None, *, weights: bool = False, companions: bool = True) -> Source:
-    """Open a checkpoint unless it is open, and download its weights if they are wanted.
+    """Open a checkpoint, unless it was opened before.
 
     Raises:
-        OSError, ValueError: as in `Source.open`; a ValueError also if a revision is named of a checkpoint that is open.
+        OSError, ValueError: as in `Source.open`; a ValueError also if a revision of an opened one is named.
     """
     if not isinstance(source, Source):
         return Source.open(source, revision, weights=weights, companions=companions)
     if revision is not None:
         raise ValueError(f"{source.name} was opened before: name its revision {revision!r} in Source.open.")
-    return source.with_weights() if weights else source
+    return source
 
 
 def _float_dtype(dtype: Any) -> np.dtype:

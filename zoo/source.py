@@ -31,23 +31,22 @@ def names() -> list[str]:
 class Source:
     """A checkpoint that was opened, which `zoo.load`, `zoo.tokenizer` and the like take in place of a name.
 
-    A program that needs several parts of one model opens it once, so that all parts are of one commit:
+    A program that needs several parts of one model opens it once. Then all parts are of one commit, and config.json is
+    read once:
 
-        source = Source.open("org/name")   # downloads config.json and the tokenizer's files
+        source = Source.open("org/name")  # downloads config.json and the tokenizer's files
         tokenizer, config = zoo.tokenizer(source), source.config
-        source = source.with_weights()     # downloads the weights
-        hash, model = zoo.fingerprint(source), zoo.load(source)
+        model = zoo.load(source)          # downloads the weights
 
-    config.json is read at most once, when it is needed: a repository that has only a tokenizer needs none.
+    What is costly is read when it is needed: a repository that has only a tokenizer needs no config.json.
     """
 
     name: str
     """The zoo name, repository or folder that it was opened by, for messages."""
     folder: pathlib.Path
-    """Where its files are: a folder of the user's, or of huggingface_hub's cache."""
+    """Where its files are: a folder of the user's, or one of huggingface_hub's cache, which is named by the commit."""
     remote: str | None = None
-    """The Hub repository "org/name" of the weights, if they were not downloaded. `folder` is then named by the
-    commit."""
+    """The Hub repository "org/name", if its weights were not downloaded with the other files."""
 
     @classmethod
     def open(
@@ -63,7 +62,7 @@ class Source:
         Args:
             name: a zoo name, a Hub repository "org/name", or a folder with config.json and safetensors.
             revision: branch, tag or commit of the repository.
-            weights: whether to download the weights, which `with_weights` can do later.
+            weights: whether to download the weights, too; if not, they are when they are first needed.
             companions: whether to download the files of the tokenizer, of generation and of images.
 
         Raises:
@@ -81,18 +80,6 @@ class Source:
         folder = convert.hub.folder(repository, revision, weights=weights, companions=companions)
         complete = weights or folder == pathlib.Path(os.path.expanduser(repository))
         return cls(str(name), folder, None if complete else str(repository))
-
-    def with_weights(self) -> "Source":
-        """Download the weights of the same commit if they are not there yet.
-
-        Raises:
-            OSError, ValueError: as in `open`.
-        """
-        if self.remote is None:
-            return self
-        _check_published(self.name)
-        folder = convert.hub.folder(self.remote, self.folder.name, weights=True, companions=True)
-        return dataclasses.replace(self, folder=folder, remote=None)
 
     @functools.cached_property
     def config_json(self) -> Mapping[str, Any]:
@@ -127,19 +114,38 @@ class Source:
         """
         return read_config(self.family, self.config_json, self.folder)
 
+    @functools.cached_property
+    def weights(self) -> pathlib.Path:
+        """The folder of the safetensors, which is `folder`. At first use they are downloaded, of the same commit.
+
+        Raises:
+            OSError, ValueError: as in `open`.
+        """
+        if self.remote is None:
+            return self.folder
+        _check_published(self.name)
+        return convert.hub.folder(self.remote, self.folder.name, weights=True, companions=True)
+
     def tensors(self) -> dict[str, Tensor | Packed]:
-        """Open every tensor, stored as config.json says. Values are read later, and not at all where `remote` is set.
+        """Open every tensor, stored as config.json says; values are read later.
 
         Each call opens the files again: they stay open as long as one of its tensors is in use.
 
         Raises:
             OSError, ValueError: if there are no safetensors, or they are damaged; the message names the file.
         """
+        return convert.formats.unpack(convert.tensors.open_tensors(self.weights), self._quantization)
+
+    def headers(self) -> dict[str, Tensor | Packed]:
+        """Open every tensor as `tensors` does, but download no weights: values then cannot be read."""
         if self.remote is None:
-            stored = convert.tensors.open_tensors(self.folder)
-        else:
-            stored = convert.tensors.remote_tensors(self.remote, commit=self.folder.name)
-        return convert.formats.unpack(stored, self.config_json.get("quantization_config"))
+            return self.tensors()
+        remote = convert.tensors.remote_tensors(self.remote, commit=self.folder.name)
+        return convert.formats.unpack(remote, self._quantization)
+
+    @property
+    def _quantization(self) -> Mapping[str, Any] | None:
+        return self.config_json.get("quantization_config")
 
 
 def _check_published(name: str) -> None:

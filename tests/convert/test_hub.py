@@ -188,6 +188,16 @@ for repo in sys.argv[1:]:
 """
 
 
+SOURCE = """
+import zoo
+from zoo.source import Source
+
+source = Source.open("org/model")
+print(*sorted(path.name for path in source.folder.iterdir()))
+print(zoo.load(source).config is source.config, source.weights == source.folder, zoo.fingerprint(source))
+"""
+
+
 # Runs scripts one after another, each in a fork that has imported their modules, except those that read the
 # environment.
 NURSERY = """
@@ -274,6 +284,16 @@ def test_the_shards_that_the_index_names(hub):
 def test_without_weights(hub):
     assert names(ask(hub, "org/one", weights=False)) == COMMON
     assert not [path for path in hub.requests if "safetensors" in path]
+
+
+def test_a_source_fetches_weights_when_they_are_needed(hub, tmp_path, monkeypatch):
+    """The weights are of the commit that was opened, whatever becomes of the branch."""
+    folder = tiny.write(tmp_path / "model", "qwen3")
+    monkeypatch.setitem(REPOSITORIES, "org/model", {file.name: file.read_bytes() for file in folder.iterdir()})
+    first, last = run(hub, SOURCE).splitlines()
+    assert first == "config.json"
+    assert last == f"True True {weights_hash(folder)}"
+    assert [path for path in hub.requests if path.endswith("main")] == ["/api/models/org/model/revision/main"]
 
 
 def test_inspecting(hub, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Loading: memory, mapping and alignment."""
+"""Loading: memory, mapping and alignment; and checkpoints that are opened once."""
 
 import json
 import resource
@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import convert.files
+import convert.hub
 import convert.tensors
 import zoo
 from tests.zoo import tiny
+from zoo.source import Source
 
 
 CODE = """
@@ -113,3 +116,57 @@ def test_alignment_changes_nothing(tmp_path, padding):
     zoo.save(jax.tree.map(lambda a: a + 1, model), folder)
     assert (np.asarray(model.embed_tokens.weight) == tensors["model.embed_tokens.weight"]).all()
     assert (np.asarray(zoo.load(folder).norm.weight) == tensors["model.norm.weight"] + 1).all()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Lists calls that find a checkpoint or read its config.json."""
+    found = []
+
+    def listed(module, name):
+        real = getattr(module, name)
+
+        def call(path, *arguments, **options):
+            found.append((name, path.name))
+            return real(path, *arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    listed(convert.hub, "folder")
+    listed(convert.files, "read_json")
+    return found
+
+
+def test_a_checkpoint_is_opened_once(tmp_path, calls):
+    """Everything of a `Source` is that of its name, and it is found, and its config.json read, once."""
+    folder = tiny.write(tmp_path / "model", "qwen3")
+    tiny.write_tokenizer(folder)
+    named = zoo.load(folder)
+    once = [("folder", "model"), ("read_json", "config.json")]
+    assert calls == once
+    calls.clear()
+    source = Source.open(folder)
+    model, tokenizer = zoo.load(source), zoo.tokenizer(source)
+    assert zoo.config(source) is source.config is zoo.inspect(source) is model.config
+    assert calls == once
+    assert model.config == named.config and tokenizer.folder == folder
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(named), strict=True))
+    assert zoo.fingerprint(source) == zoo.fingerprint(folder)
+
+
+def test_a_source_is_of_one_revision(tmp_path):
+    source = Source.open(tiny.write(tmp_path / "model", "qwen3"))
+    with pytest.raises(ValueError, match=r"model was opened before: name its revision 'v1' in Source\.open"):
+        zoo.load(source, revision="v1")
+
+
+def test_a_source_without_weights(monkeypatch, tmp_path):
+    """A name of a tokenizer opens, and only its weights are refused; its config.json is not read."""
+    tiny.write_tokenizer(tmp_path)
+    monkeypatch.setattr(convert.hub, "folder", lambda source, revision, **_: tmp_path)
+    source = Source.open("gpt3-175b")
+    assert zoo.tokenizer(source).folder == source.folder == tmp_path
+    with pytest.raises(ValueError, match="weights of gpt3-175b were never published"):
+        assert source.weights
+    with pytest.raises(OSError, match=r"config\.json"):
+        assert source.config
