@@ -10,11 +10,13 @@ import math
 import pathlib
 from typing import Any, ClassVar
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 import rich
 import rich.progress
+from jax.sharding import Mesh
 
 import kernels
 import train.tiny
@@ -35,6 +37,7 @@ from train.step.step import Batch, Losses, Scalars
 from train.step.task import Task
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel
+from zoo.source import Source
 from zoo.weights.gather import gathered
 
 
@@ -113,10 +116,10 @@ def main(o: DistillOptions) -> None:
         raise ValueError(f"--beta {o.beta} needs all of the teacher's logits; of stored ones there is the forward KL.")
     mesh = make_mesh(o.step.mesh)
     o.refuse_vision("stored logits have no images")
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **o.chat.arguments)
-    config = zoo.config(tokenizer.folder)
+    model, larger = Source.open(o.model, o.revision), Source.open(o.teacher) if o.teacher else None
+    tokenizer, config = zoo.tokenizer(model, **o.chat.arguments), model.config
     o = finetune.resolve(o, config, width_lr=width_lr(o.lora))
-    if o.teacher and (vocab := zoo.config(o.teacher).vocab_size) != config.vocab_size:
+    if larger and (vocab := larger.config.vocab_size) != config.vocab_size:
         raise ValueError(f"{o.teacher} has {vocab} tokens and {o.model} {config.vocab_size}: they must have the same.")
 
     # ----------------------------------------------------------------------------------------------------------- data
@@ -141,42 +144,42 @@ def main(o: DistillOptions) -> None:
         report.opened(opened.sets, tokenizer, vocab_size=config.vocab_size, dry_run=o.dry_run)
         data, validation, prompts, steps = opened.data, opened.validation, opened.prompts, opened.steps
         source = {"data": opened.source, "tokenizer": tokenizer_hash(tokenizer)}
-    if o.teacher:
-        source |= {"teacher": o.teacher, "teacher_weights": folder.weights_hash(o.teacher)}
-    if o.store:
-        return store(o, o.store, mesh, data, source)
+    if larger:
+        source |= {"teacher": o.teacher, "teacher_weights": folder.weights_hash(larger)}
+        if o.store:
+            return store(o, o.store, larger, mesh, data, source)
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = resolve_steps(o, steps)
     task = Task(
         data,
         functools.partial(objective, options=o),
-        reference=zoo.load(o.teacher, dtype=o.step.compute_dtype, mesh=mesh) if o.teacher else None,
+        reference=zoo.load(larger, dtype=o.step.compute_dtype, mesh=mesh) if larger else None,
         validation=validation,
         prompts=prompts,
     )
-    finetune.run(o, config, mesh, tokenizer, task, source=source)
+    finetune.run(o, model, mesh, tokenizer, task, data=source)
 
 
-def store(options: DistillOptions, to: pathlib.Path, mesh: Any, data: Any, source: dict[str, Any]) -> None:
-    """Writes the teacher's largest logits for all batches to the folder `to`."""
+def store(
+    options: DistillOptions, to: pathlib.Path, larger: Source, mesh: Mesh, data: grain.IterDataset,
+    about: dict[str, Any],
+) -> None:  # fmt: skip
+    """Writes the largest logits of the teacher, `larger`, for all batches to the folder `to`."""
+    seq_len, k = options.step.seq_len, options.top_k
     if jax.process_count() > 1 or mesh.shape[CONTEXT] > 1:
         raise ValueError("--store works in one process, with whole sequences: without context in --mesh.")
     with jax.set_mesh(mesh):
-        larger = zoo.load(source["teacher"], dtype=options.step.compute_dtype, mesh=mesh)
-        top = jax.jit(functools.partial(teacher.top_k, k=options.top_k))
+        model = zoo.load(larger, dtype=options.step.compute_dtype, mesh=mesh)
+        top = jax.jit(functools.partial(teacher.top_k, k=k))
 
         def with_logits(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            values, indices = map(gathered, top(larger, put_batch(batch, mesh, larger)))
+            values, indices = map(gathered, top(model, put_batch(batch, mesh, model)))
             return batch | {"top_values": values, "top_indices": indices}
 
         bar = rich.progress.track(data, "Storing logits", console=rich.get_console())
-        rows = teacher.write(
-            to, map(with_logits, bar), source | {"top_k": options.top_k, "seq_len": options.step.seq_len}
-        )
-    rich.print(
-        f"{rows:,} rows of {options.step.seq_len:,} tokens are in {to}, with {options.top_k} logits of each token."
-    )
+        rows = teacher.write(to, map(with_logits, bar), about | {"top_k": k, "seq_len": seq_len})
+    rich.print(f"{rows:,} rows of {seq_len:,} tokens are in {to}, with {k} logits of each token.")
 
 
 if __name__ == "__main__":

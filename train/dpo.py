@@ -30,6 +30,7 @@ from zoo import lora
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel
 from zoo.nn.stack import Reports
+from zoo.source import Source
 
 
 class Pairs(NamedTuple):
@@ -164,8 +165,8 @@ def objective(
 def main(o: DPOOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.step.mesh)
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **o.chat.arguments)
-    config = zoo.config(tokenizer.folder)
+    model = Source.open(o.model, o.revision)
+    tokenizer, config = zoo.tokenizer(model, parts=o.parts, **o.chat.arguments), model.config
     embedded = o.data == (str(train.tiny.PREFERENCES),)  # few records and a small model: other defaults do well
     epochs, lr = o.epochs or (4 if embedded else 1), o.optim.lr or (2e-4 if embedded else 0.0)
     # A twentieth of fine-tuning's learning rate: preferences are learnt at 1e-6 or so (TRL's default).
@@ -183,11 +184,11 @@ def main(o: DPOOptions) -> None:
     task = Task(
         opened.data,
         functools.partial(objective, options=o),
-        reference=finetune.load_frozen(o, mesh) if row.reference and not o.lora.rank else None,
+        reference=finetune.load_frozen(o, model, mesh) if row.reference and not o.lora.rank else None,
         validation=opened.validation,
         prompts=opened.prompts,
     )
-    finetune.run(o, config, mesh, tokenizer, task, source={**opened.source, "loss": o.loss})
+    finetune.run(o, model, mesh, tokenizer, task, data={**opened.source, "loss": o.loss})
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from zoo.generation.generate import Encoded
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel
 from zoo.nn.stack import Reports
+from zoo.source import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,8 +139,8 @@ def objective(
 def main(o: GRPOOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.step.mesh)
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **o.chat.arguments)
-    config = zoo.config(tokenizer.folder)
+    model = Source.open(o.model, o.revision)
+    tokenizer, config = zoo.tokenizer(model, parts=o.parts, **o.chat.arguments), model.config
     group, minibatches, names, weights = (
         o.rollouts.group, o.rollouts.minibatches, o.rewards.reward, o.rewards.reward_weights
     )  # fmt: skip
@@ -191,14 +192,14 @@ def main(o: GRPOOptions) -> None:
     task = Task(
         data,
         functools.partial(objective, options=o),
-        reference=finetune.load_frozen(o, mesh) if o.kl and not o.lora.rank else None,
+        reference=finetune.load_frozen(o, model, mesh) if o.kl and not o.lora.rank else None,
         validation=validation,
         prompts=[Encoded(prompt.ids, prompt.images) for prompt in looked_at[:3]],
         rollout=sample,
         updates=o.rollouts.iterations * minibatches,
         example=padding_rows(o.step.batch, seq_len) | seen,
     )
-    finetune.run(o, config, mesh, tokenizer, task, source=source)
+    finetune.run(o, model, mesh, tokenizer, task, data=source)
 
 
 if __name__ == "__main__":

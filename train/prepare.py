@@ -23,6 +23,7 @@ from train.data import packing, store
 from train.data.records import open_records
 from train.run import report
 from train.run.preparation import PrepareOptions, made, shards_of
+from zoo.source import Source
 
 
 def main(o: PrepareOptions) -> dict[str, Any]:
@@ -31,8 +32,9 @@ def main(o: PrepareOptions) -> dict[str, Any]:
     Raises:
         ValueError, OSError: the data cannot be learnt from, or the folder is of another preparation.
     """
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, **o.chat.arguments)
-    kind, shape = o.how(zoo.config(tokenizer.folder).vocab_size)
+    model = Source.open(o.model, o.revision)
+    tokenizer = zoo.tokenizer(model, **o.chat.arguments)
+    kind, shape = o.how(model.config.vocab_size)
     opened = [open_records(path, o.hold_out, o.naming.columns) for path in o.data]
     for path, (records, _) in zip(o.data, opened, strict=True):
         found = kind.survey(records, tokenizer, **shape)

@@ -19,6 +19,7 @@ from train.run.defaults import resolve_steps, width_lr
 from train.step.language import LanguageModelingOptions
 from train.step.task import Task
 from zoo.mesh import make_mesh
+from zoo.source import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ class SFTOptions(finetune.FineTuningOptions):
 def main(o: SFTOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.step.mesh)
-    tokenizer = zoo.tokenizer(o.model, revision=o.revision, parts=o.parts, **o.chat.arguments)
-    config = zoo.config(tokenizer.folder)
+    model = Source.open(o.model, o.revision)
+    tokenizer, config = zoo.tokenizer(model, parts=o.parts, **o.chat.arguments), model.config
     embedded = o.data == (str(train.tiny.INSTRUCTIONS),)  # few, short records and a small model: other defaults do well
     rate = width_lr(o.lora)
     epochs, lr = o.epochs or (8 if embedded else 3), o.optim.lr or (100 * rate if embedded else 0.0)
@@ -68,7 +69,7 @@ def main(o: SFTOptions) -> None:
     task = Task(
         opened.data, o.language.objective(), validation=opened.validation, prompts=opened.prompts, neftune=o.neftune
     )
-    finetune.run(o, config, mesh, tokenizer, task, source=opened.source)
+    finetune.run(o, model, mesh, tokenizer, task, data=opened.source)
 
 
 if __name__ == "__main__":

@@ -178,11 +178,11 @@ def given(script, options, monkeypatch, data, tmp_path, **changes):
     """Returns the batches, the validation batches and the number of steps of a script's run."""
     found = {}
 
-    def run(o, config, mesh, tokenizer, task, *, source):
-        found.update(task=task, steps=o.optim.steps, source=source)
+    def run(o, model, mesh, tokenizer, task, *, data):
+        found.update(task=task, steps=o.optim.steps, source=data)
 
     monkeypatch.setattr(finetune, "run", run)
-    monkeypatch.setattr("train.run.loop.run", lambda o, trained, task, *rest: run(o, 0, 0, 0, task, source=rest[-1]))
+    monkeypatch.setattr("train.run.loop.run", lambda o, trained, task, *rest: run(o, 0, 0, 0, task, data=rest[-1]))
     script.main(
         options.of(
             model="tiny", data=data, seq_len=SEQ, batch=4, out=tmp_path / "run", mesh="fsdp=4,tensor=2", **changes

@@ -18,6 +18,7 @@ from train.state import state
 from train.state.state import Lora
 from train.step.task import Task
 from zoo.nn.model import AbstractConfig, AbstractModel
+from zoo.source import Source
 from zoo.text.tokenizer import Tokenizer
 
 
@@ -58,51 +59,41 @@ def resolve(options: O, config: AbstractConfig, *, width_lr: float) -> O:
     return defaults.resolve(options, config, width_lr=width_lr, weight_decay=0.0 if options.lora.rank else 0.1)
 
 
-def load(options: FineTuningOptions, mesh: Mesh) -> AbstractModel:
+def load(options: FineTuningOptions, model: Source, mesh: Mesh) -> AbstractModel:
     """Loads the model that the options name, placed on the mesh; with new adapters if --lora.rank is given."""
     if options.lora.rank:
-        return state.add_adapters(load_frozen(options, mesh), options.lora, mesh, seed=options.seed)
-    return zoo.load(options.model, revision=options.revision, mesh=mesh, parts=options.parts)
+        return state.add_adapters(load_frozen(options, model, mesh), options.lora, mesh, seed=options.seed)
+    return zoo.load(model, mesh=mesh, parts=options.parts)
 
 
-def load_frozen(options: FineTuningOptions, mesh: Mesh) -> AbstractModel:
+def load_frozen(options: FineTuningOptions, model: Source, mesh: Mesh) -> AbstractModel:
     """Loads the model that the options name, for use without training it: in --compute-dtype, or quantized."""
     quantize, dtype = None if options.quantize == "none" else options.quantize, options.step.compute_dtype
-    return zoo.load(
-        options.model, revision=options.revision, dtype=dtype, quantize=quantize, mesh=mesh, parts=options.parts
-    )
+    return zoo.load(model, dtype=dtype, quantize=quantize, mesh=mesh, parts=options.parts)
 
 
 def run(
     options: FineTuningOptions,
-    config: AbstractConfig,
+    model: Source,
     mesh: Mesh,
     tokenizer: Tokenizer,
     task: Task,
     *,
-    source: Mapping[str, Any],
+    data: Mapping[str, Any],
 ) -> None:
     """Trains the model that the options name, or its adapters, by `train.run.loop.run`, and uploads the result.
 
-    `source` is the identity of the data, which must not change until the run has ended.
+    `data` is the identity of the data, which must not change until the run has ended.
     """
-    identity = folder.identity(options.model, config, source, options.parts, tokenizer.other_template)
+    identity = folder.identity(options.model, model.config, data, options.parts, tokenizer.other_template)
     identity |= {"lora": options.lora.identity(), "quantize": options.quantize, "revision": options.revision}
     if options.lora.rank or options.freeze or task.reference is not None:  # a resumed run reads its first model again
-        identity["weights"] = folder.weights_hash(options.model, options.revision)
+        identity["weights"] = folder.weights_hash(model)
     with jax.set_mesh(mesh):
-        model = functools.partial(load, options, mesh)
         trained = state.prepare(
-            model,
-            options.model,
-            config,
-            mesh,
-            options.step,
-            options.state,
-            freeze=options.freeze,
-            adapters=options.lora.rank > 0,
-            parts=options.parts,
-        )
+            functools.partial(load, options, model, mesh), options.model, model.config, mesh, options.step,
+            options.state, freeze=options.freeze, adapters=options.lora.rank > 0, parts=options.parts,
+        )  # fmt: skip
         exported = loop.run(options, trained, task, mesh, tokenizer, identity)
     if exported and options.push_to_hub and jax.process_index() == 0:
         rich.print(f"Uploaded: {convert.hub.push(exported, options.push_to_hub)}")

@@ -26,6 +26,7 @@ from train.watch.page import RUN
 from zoo.config import write as write_config
 from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.registry import family_of
+from zoo.source import Source
 from zoo.surgery import cast
 from zoo.text.tokenizer import Tokenizer
 from zoo.weights import peft
@@ -163,12 +164,12 @@ def identity(
     return found | ({"template": template} if template else {})
 
 
-def weights_hash(source: str, revision: str | None = None) -> str:
+def weights_hash(source: Source) -> str:
     """Returns `zoo.fingerprint` in process 0, and "" in the others, which do not compare it with a checkpoint's."""
     if jax.process_index():
         return ""
-    with rich.get_console().status(f"Hashing the weights of {source}"):
-        return zoo.fingerprint(source, revision=revision)
+    with rich.get_console().status(f"Hashing the weights of {source.name}"):
+        return zoo.fingerprint(source)
 
 
 def export(

@@ -32,6 +32,7 @@ from train.data.record import PLACES, Problems
 from train.data.records import Record, open_records
 from train.data.sets import RowOptions, documents, refuse_columns
 from train.run import report
+from zoo.source import Source
 from zoo.text.tokenizer import Tokenizer
 
 
@@ -145,8 +146,9 @@ def of_records(options: InspectOptions, path: str) -> Summary:
     """Inspects the records of files."""
     if options.verify:
         raise ValueError(f"--verify: {path} is no prepared store, so there is no SHA-256 to compare.")
-    tokenizer = zoo.tokenizer(options.model or "tiny", revision=options.revision, **options.chat.arguments)
-    kind, shape = options.how(zoo.config(tokenizer.folder).vocab_size)
+    model = Source.open(options.model or "tiny", options.revision)
+    tokenizer = zoo.tokenizer(model, **options.chat.arguments)
+    kind, shape = options.how(model.config.vocab_size)
     records, valid = open_records(path, 0.0, options.naming.columns)
     numbers, is_text = spread(len(records), options.records).tolist(), kind is TEXT
 

@@ -18,6 +18,7 @@ import zoo
 from train.data import store
 from train.data.records import Record, open_records
 from train.data.sets import RowOptions
+from zoo.source import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,8 +95,9 @@ def make(options: PrepareOptions, shard: Shard) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1)
 def _opened(options: PrepareOptions) -> Any:
     """Opens tokenizer and data, once in each process."""
-    tokenizer = zoo.tokenizer(options.model, revision=options.revision, **options.chat.arguments)
-    kind, shape = options.how(zoo.config(tokenizer.folder).vocab_size)
+    model = Source.open(options.model, options.revision)
+    tokenizer = zoo.tokenizer(model, **options.chat.arguments)
+    kind, shape = options.how(model.config.vocab_size)
     return (
         tokenizer,
         kind,
