@@ -19,12 +19,14 @@ import zoo.__main__
 from tests.train.conftest import devices, losses, run
 from tests.zoo import tiny
 from tests.zoo.programs import error, same
+from train import sft
 from train.data.packing import Chat
 from train.run import finetune, folder, loop
 from train.state.optim import make_schedule
 from train.state.state import Lora
 from zoo import lora
 from zoo.orbax import to_hub
+from zoo.source import Source
 from zoo.surgery import modules
 from zoo.weights import peft
 
@@ -226,8 +228,8 @@ def test_another_base_is_refused(base, model, tuned, tmp_path, monkeypatch):
             run(base, tuned[0], lora=LORA, lr=3e-2)
     finally:
         aside.replace(weights)
-    monkeypatch.setattr(zoo, "tokenizer", lambda name, tokenizer=zoo.tokenizer, **_: tokenizer(name))
-    monkeypatch.setattr(zoo, "fingerprint", lambda name, revision, fingerprint=zoo.fingerprint: fingerprint(name))
+    source = Source.open(base / "model")  # a folder has no revisions
+    monkeypatch.setattr(sft, "Source", types.SimpleNamespace(open=lambda *_: source))
     adapted = lora.add(model, rank=2, alpha=4.0, key=jax.random.key(0))
     monkeypatch.setattr(finetune, "load", lambda *_, **__: adapted)
     with pytest.raises(ValueError, match=r"--revision was None and is v2"):
