@@ -143,36 +143,24 @@ def open_data(
     phases = read_phases(options.phases, whole) if options.phases else [whole]
     for phase in phases if options.phases else ():
         _check(phase, mesh)
-    # Rows that the run cannot reach are not made; but without weights all are, as sizes of sets decide their shares.
-    sizes_count = not all(phase.steps and (len(phase.data) == 1 or phase.weights) for phase in phases)
-    limit = None if sizes_count else sum(phase.steps * phase.batch for phase in phases)
+    limit = _most_rows(phases)
+    if reading.dry_run and limit:  # without a limit the number of rows decides the number of steps, which is printed
+        limit = whole.batch
     sets: dict[tuple[str, int], OpenedSet] = {}
     for path, seq_len in dict.fromkeys((path, phase.seq_len) for phase in phases for path in phase.data):
-        shape = {**settings, "seq_len": seq_len}
-        seed = reading.seed + len(sets)
-        if reading.dry_run and limit:  # without a limit the number of rows decides the number of steps, which it prints
-            limit = whole.batch
+        shape, seed = {**settings, "seq_len": seq_len}, reading.seed + len(sets)
         sets[path, seq_len] = open_set(
             options, path, tokenizer, kind, shape, seed=seed, limit=limit, validation_rows=reading.validation_rows
         )
     if tokenizer.processor:
         sets = dict(zip(sets, with_records_of_all(list(sets.values())), strict=True))
 
-    parts, used = [], dict.fromkeys(sets, 0)
-    for phase in phases:
-        keys = [(path, phase.seq_len) for path in phase.data]
-        rows = order(
-            [sets[key].rows for key in keys], weights=phase.weights, epochs=None if phase.steps else reading.epochs,
-            begun=[used[key] for key in keys],
-        )  # fmt: skip
-        made = batches(rows, phase.batch, mesh=mesh, finish=_opening(sets.values(), 0, tokenizer, kind))
-        parts.append(made[: phase.steps] if phase.steps else made)
-        used |= dict(zip(keys, rows.used(phase.steps * phase.batch), strict=True))
+    opening = functools.partial(_opening, sets.values(), tokenizer=tokenizer, kind=kind)
+    parts = _in_phases(phases, sets, reading.epochs, mesh, opening(0))
     last = [sets[path, phases[-1].seq_len] for path in phases[-1].data]
     held_out, validation = [each.held_out for each in last if each.held_out], None
     if held_out:
-        opening = _opening(sets.values(), 1, tokenizer, kind)
-        validation = read_ahead(batches(concatenated(held_out), phases[-1].batch, mesh=mesh, finish=opening))
+        validation = read_ahead(batches(concatenated(held_out), phases[-1].batch, mesh=mesh, finish=opening(1)))
     source: dict[str, Any] = {"sets": [each.source for each in sets.values()], "hold_out": options.hold_out}
     source["seed"] = reading.seed
     source |= {"columns": " ".join(options.naming.columns)} if options.naming.columns else {}
@@ -180,6 +168,45 @@ def open_data(
     data = grain.MapDataset.concatenate(parts) if len(parts) > 1 else parts[0]
     prompts = next((each.prompts for each in last if each.prompts), [])
     return TrainingData(read_ahead(data), validation, prompts, source, sum(map(len, parts)), list(sets.values()))
+
+
+def _most_rows(phases: Sequence[Phase]) -> int | None:
+    """Returns the number of rows that a run can reach, so that no more are made.
+
+    None: all are made, since a phase without weights takes its shares from the sets' sizes, and one without a number of
+    steps takes every row.
+    """
+    if all(phase.steps and (len(phase.data) == 1 or phase.weights) for phase in phases):
+        return sum(phase.steps * phase.batch for phase in phases)
+    return None
+
+
+def _in_phases(
+    phases: Sequence[Phase],
+    sets: Mapping[tuple[str, int], OpenedSet],
+    epochs: int,
+    mesh: Mesh,
+    finish: Callable[[Any], Any] | None,
+) -> list[grain.MapDataset[Any]]:
+    """Puts rows in order, phase by phase. A set goes on in a later phase after the rows that it has given before.
+
+    Args:
+        sets: (path, number of tokens of a row) -> set.
+        finish: is called with each batch.
+
+    Returns the batches of each phase.
+    """
+    parts, used = [], dict.fromkeys(sets, 0)
+    for phase in phases:
+        keys = [(path, phase.seq_len) for path in phase.data]
+        rows = order(
+            [sets[key].rows for key in keys], weights=phase.weights, epochs=None if phase.steps else epochs,
+            begun=[used[key] for key in keys],
+        )  # fmt: skip
+        made = batches(rows, phase.batch, mesh=mesh, finish=finish)
+        parts.append(made[: phase.steps] if phase.steps else made)
+        used |= dict(zip(keys, rows.used(phase.steps * phase.batch), strict=True))
+    return parts
 
 
 def open_set(
