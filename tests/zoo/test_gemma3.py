@@ -102,6 +102,18 @@ def test_a_scaled_local_rope_is_refused(tmp_path):
         zoo.config(tiny.write(tmp_path / "model", "gemma3-new", rope_parameters=both))
 
 
+def test_two_forms_of_ropes_are_refused(tmp_path):
+    scaled = dict(rope_type="linear", factor=2.0)
+    with pytest.raises(ValueError, match=r"rope_scaling=.* beside rope_parameters: give one of the two"):
+        zoo.config(tiny.write(tmp_path / "model", "gemma3-new", rope_scaling=scaled))
+
+
+@pytest.mark.parametrize("tokens", [0, -4, 8])
+def test_tokens_of_an_image_are_a_square(tokens):
+    with pytest.raises(ValueError, match="is not the square of a divisor of 64"):
+        gemma3.VisionConfig(gemma3.SIGLIP, mm_tokens_per_image=tokens)
+
+
 @pytest.mark.live
 def test_what_transformers_saves(tmp_path):
     """transformers' own multimodal model, read by us, has the same logits of text."""

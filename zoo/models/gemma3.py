@@ -1,8 +1,9 @@
-"""Gemma 3 (arXiv:2503.19786): Gemma 2 with an RMSNorm over each head's queries and keys, and no caps.
+"""Gemma 3 (arXiv:2503.19786): Gemma 2 with an RMSNorm over each head's queries and keys, and no soft-capping.
 
-Five of six layers have a sliding window and their own rotary base. From 4B on the models see: each image becomes 256
-tokens, which see each other both ways. SigLIP's tower is the part "vision"; without it the text model is loaded, and
-saved as a text model.
+Each block has four norms: before and after attention, and before and after the MLP. Five of six layers have a sliding
+window and a rotary base of their own. Models of 4B and more take images: each becomes 256 tokens, which see each other
+both ways. The vision tower is SigLIP's. It is an optional part: loaded without parts=("vision",), the model is the text
+model alone, and saved as one.
 """
 
 import dataclasses
@@ -41,9 +42,11 @@ class VisionConfig(AbstractVisionKeys):
     eoi_token_index: int = 256_000
 
     def __post_init__(self):
-        if (side := math.isqrt(self.mm_tokens_per_image)) ** 2 != self.mm_tokens_per_image or self.tower.side % side:
+        tokens, patches_per_side = self.mm_tokens_per_image, self.tower.side
+        tokens_per_side = math.isqrt(max(tokens, 0))
+        if tokens < 1 or tokens_per_side**2 != tokens or patches_per_side % tokens_per_side:
             raise ValueError(
-                f"mm_tokens_per_image={self.mm_tokens_per_image} is no square of a divisor of the {self.tower.side} "
+                f"mm_tokens_per_image={tokens} is not the square of a divisor of {patches_per_side}, the number of "
                 "patches along an image's side."
             )
 
@@ -61,7 +64,7 @@ class Config(AbstractVisionConfig):
     max_position_embeddings: int = 131_072
     sliding_window: int | None = 4096
     layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): every sixth is full
-    rope_theta: float = 1_000_000.0  # of full attention, like rope_scaling
+    rope_theta: float = 1_000_000.0  # of full attention, as is rope_scaling
     rope_scaling: RopeScaling | None = None
     rope_local_base_freq: float = 10_000.0  # of sliding attention
     rms_norm_eps: float = 1e-6
@@ -77,7 +80,7 @@ class Config(AbstractVisionConfig):
             raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
 
     def window(self, layer: int) -> int | None:
-        """Positions that a token of this layer attends to, its own included; None: all up to its own."""
+        """Returns the number of positions that a token attends to, its own included. None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:
@@ -88,12 +91,12 @@ class Config(AbstractVisionConfig):
 TEXT: dict[str, Any] = dict(sliding_window=512)
 SIGLIP = siglip.Config(1152, 4304, 27, 16, image_size=896, patch_size=14)
 VISION: dict[str, Any] = dict(sliding_window=1024, rope_scaling=LinearScaling(8.0), vision=VisionConfig(SIGLIP))
-#                   hidden    mlp  layers  heads  kv  head  query   vocab  positions
+#                   hidden    mlp  layers  heads  kv  head scalar   vocab  positions
 GEMMA3_270M = Config(  640,  2048,     18,     4,  1,  256,   256, 262144,  32768, **TEXT)
 GEMMA3_1B   = Config( 1152,  6912,     26,     4,  1,  256,   256, 262144,  32768, **TEXT)
 GEMMA3_4B   = Config( 2560, 10240,     34,     8,  4,  256,   256, 262208, 131072, **VISION)
 GEMMA3_12B  = Config( 3840, 15360,     48,    16,  8,  256,   256, 262208, 131072, **VISION)
-GEMMA3_27B  = Config( 5376, 21504,     62,    32, 16,  128,   168, 262208, 131072, **VISION)
+GEMMA3_27B  = Config( 5376, 21504,     62,    32, 16,  128,   168, 262208, 131072, **VISION)  # 168: 5376 / 32 heads
 
 CONFIGS = {
     "gemma3-270m":    Released(GEMMA3_270M, "google/gemma-3-270m"),
@@ -125,8 +128,8 @@ class Attention(eqx.Module):
     def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
         c, (q, k, v, o) = config, jax.random.split(key, 4)
         self.head_dim = c.head_dim
-        local = c.layer_types[layer] == "sliding_attention"
-        base, scaling = (c.rope_local_base_freq, None) if local else (c.rope_theta, c.rope_scaling)
+        slides = c.layer_types[layer] == "sliding_attention"
+        base, scaling = (c.rope_local_base_freq, None) if slides else (c.rope_theta, c.rope_scaling)
         self.rotary = Rotary(c.head_dim, base, scaling)
         self.scale = c.query_pre_attn_scalar**-0.5
         self.window = c.window(layer)
@@ -144,14 +147,15 @@ class Attention(eqx.Module):
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(self.q_norm(heads(self.q_proj(x))), at)
         k = self.rotary(self.k_norm(heads(self.k_proj(x))), at)
-        v, kv = heads(self.v_proj(x)), at
+        v = heads(self.v_proj(x))
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
+            cache, k, v, k_at = cache.update(k, v, at)
         mask = kernels.sliding(self.window)
-        if at.spans is not None:  # an image's tokens see each other both ways, but no further than the window
+        if at.spans is not None:  # an image's tokens see each other both ways; a window limits only how far back
             both = kernels.Causal() | kernels.Spans()
             mask = both if self.window is None else both & kernels.Window(self.window)
-        y = kernels.attention(q, k, v, at, kv, scale=self.scale, mask=mask)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.scale, mask=mask)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -197,26 +201,27 @@ class Block(AbstractDecoderBlock):
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
         a = self.self_attn
-        heads = a.k_proj.shape[-2] // a.head_dim
+        heads = a.k_proj.shape[-2] // a.head_dim  # the shape is (out, in), or (layers, out, in) in a stack
         return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
 
 
 class Projector(eqx.Module):
-    """Makes a square of neighbouring patches one token of the text model: their mean, normalised and projected."""
+    """Turns each square of neighbouring patches into one token: their mean, normalised and projected."""
 
     mm_soft_emb_norm: OffsetRMSNorm
     mm_input_projection: AbstractLinear
-    side: int = eqx.field(static=True)  # of an image, in tokens
+    tokens_per_side: int = eqx.field(static=True)  # of an image
 
     def __init__(self, config: VisionConfig, hidden_size: int, *, key: PRNGKeyArray):
         self.mm_soft_emb_norm = OffsetRMSNorm(config.tower.hidden_size, config.tower.layer_norm_eps)
         self.mm_input_projection = Linear(config.tower.hidden_size, hidden_size, key=key)
-        self.side = math.isqrt(config.mm_tokens_per_image)
+        self.tokens_per_side = math.isqrt(config.mm_tokens_per_image)
 
     def __call__(self, x: Float[Array, "images patches dim"]) -> Float[Array, "images tokens embed"]:
         images, patches, dim = x.shape
-        pool = math.isqrt(patches) // self.side
-        squares = x.reshape(images, self.side, pool, self.side, pool, dim).astype(jnp.float32)
+        side = self.tokens_per_side
+        pool = math.isqrt(patches) // side  # patches along the side of a square
+        squares = x.reshape(images, side, pool, side, pool, dim).astype(jnp.float32)
         x = jnp.mean(squares, axis=(2, 4)).astype(x.dtype).reshape(images, -1, dim)
         return self.mm_input_projection(self.mm_soft_emb_norm(x))
 
@@ -246,7 +251,7 @@ class Model(AbstractVisionModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
-        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        """Initialise random weights, in float32, with these of `FAMILY.parts`; (): the text model alone."""
         c, (embed, layers, head, vision) = by_parts(config, parts), jax.random.split(key, 4)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -259,9 +264,10 @@ class Model(AbstractVisionModel):
         self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_text(tokens, images)
-        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: sqrt(5376) is 73.5 in bfloat16
-        if images is not None:
-            assert self.vision is not None, "`hidden` has refused images without a tower"
+        # The factor is rounded to x's dtype, as in the reference: sqrt(5376) is 73.5 in bfloat16.
+        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+        if images is not None:  # features of images are not scaled
+            assert self.vision is not None, "`hidden` refuses images where there is no tower"
             x = images.instead_of(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
             at = at._replace(spans=images.image)
         x, cache, reports = self.layers(x, cache, at)
@@ -279,13 +285,19 @@ NESTED = Nested(
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring a config.json of either form into the flat one, list the layers' types, and put the two ropes side by side.
+    """Flatten a nested config.json (with a `text_config`), and bring newer and older keys into one form.
+
+    `sliding_window_pattern` becomes `layer_types`. `rope_parameters`, in which transformers 5 keeps both ropes, becomes
+    `rope_theta` and `rope_scaling` of full attention, and `rope_local_base_freq` of sliding attention.
 
     Raises:
-        ValueError: if the rope of sliding attention is scaled, or one of the two is missing; for what `vision_config`
-            says and SigLIP does not know.
+        ValueError: if `sliding_window_pattern`, or `num_hidden_layers` beside it, is no number of layers; if ropes are
+            given in both forms, in an incomplete one, or with a key in the wrong place; if the rope of sliding
+            attention is scaled; or from `Nested.flat`.
     """
-    absent = {"tie_word_embeddings": True} if "text_config" in hub else {}  # whatever text_config says
+    # In a nested file, only the outer tie_word_embeddings counts, and without it embeddings are tied. One within
+    # text_config is ignored.
+    absent = {"tie_word_embeddings": True} if "text_config" in hub else {}
     hub = NESTED.flat(absent | dict(hub))
     every = hub.pop("sliding_window_pattern", None)
     if every is not None and not (type(every) is int and every > 0):
@@ -294,9 +306,11 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
         layers = hub.get("num_hidden_layers")
         layers = range(1, typed("num_hidden_layers", layers, int, f"num_hidden_layers={layers!r}") + 1)
         hub["layer_types"] = ["sliding_attention" if n % every else "full_attention" for n in layers]
-    scaling = hub.get("rope_scaling") or {}
-    if ("rope_type" not in scaling and "type" in scaling) or (scaling and hub.get("rope_parameters")):
-        raise ValueError(f"rope_scaling={scaling!r} needs a rope_type, and no rope_parameters beside it.")
+    older = hub.get("rope_scaling") or {}
+    if "rope_type" not in older and "type" in older:
+        raise ValueError(f"rope_scaling={older!r} needs a rope_type; a type alone is not read.")
+    if older and hub.get("rope_parameters"):
+        raise ValueError(f"config.json says rope_scaling={older!r} beside rope_parameters: give one of the two.")
     if "original_max_position_embeddings" in hub:
         raise ValueError("original_max_position_embeddings belongs in the rope_scaling of full attention.")
     match hub.pop("rope_parameters", None):
@@ -310,12 +324,13 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
             return hub | dict(rope_theta=theta, rope_scaling=scaling, rope_local_base_freq=local)
         case parameters:
             raise ValueError(
-                f"config.json says rope_parameters={parameters!r}; gemma3 needs a rope_theta for full_attention "
-                "and one for sliding_attention, whose rope it does not scale."
+                f"config.json says rope_parameters={parameters!r}; gemma3 needs a rope_theta for full_attention, and "
+                'nothing but a rope_theta and the rope_type "default" for sliding_attention, whose rope it does not '
+                "scale."
             )
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="Gemma 3",
     Config=Config,
     Model=Model,
@@ -337,13 +352,16 @@ FAMILY = Family(
         "vision.tower.layers.*": "vision_tower.vision_model.encoder.layers.{}",
         "vision.tower.post_layernorm.*": "vision_tower.vision_model.post_layernorm.{}",
         "vision.tower.*": "vision_tower.vision_model.embeddings.{}",
+        # ^T: the tensor is transposed.
         "vision.projector.mm_input_projection.weight": "multi_modal_projector.mm_input_projection_weight^T",
         "vision.projector.*": "multi_modal_projector.{}",
         "lm_head.*": "lm_head.{}",
         "*": "model.{}",
     },
+    # In files with a vision tower, the text model's names begin otherwise.
     beginnings={"vision": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}},
-    aliases={  # names in checkpoints with a vision tower: the first release's, and those of transformers 4.52 and 5
+    # What such files have -> what `checkpoint_names` gives: the first release's, transformers 4.52's and 5's.
+    aliases={
         "language_model.model.": "model.",
         "language_model.lm_head.": "lm_head.",
         "model.language_model.": "model.",
@@ -353,8 +371,9 @@ FAMILY = Family(
         "vision_tower.vision_model.": "vision_tower.vision_model.",
         "vision_tower.": "vision_tower.vision_model.",
     },
+    # Copies of other tensors, which must be equal to them; and what only the part "vision" needs (None).
     redundant={"lm_head.weight": "model.embed_tokens.weight", "vision_tower.*": None, "multi_modal_projector.*": None},
-    names_in_transformers={
+    names_in_transformers={  # in adapters of PEFT
         "language_model.model.": "model.language_model.",
         "language_model.lm_head": "lm_head",
         "vision_tower.vision_model.": "model.vision_tower.",

@@ -265,7 +265,7 @@ class AbstractVisionModel(AbstractModel):
         """Embeds tokens; those that stand for images become the tower's features."""
         if images is None:
             return self.embed_tokens(tokens)
-        assert self.vision is not None, "`hidden` has refused images without a tower"
+        assert self.vision is not None, "`hidden` refuses images where there is no tower"
         x = self.embed_text(tokens, images)
         return images.instead_of(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
 

@@ -69,7 +69,7 @@ class Gemma3(Checkpoint):
         (dict(cls_token=True), r"vision_config has the key 'cls_token' \(= True\), which is not known here"),
         (dict(hidden_size=25), "hidden_size=25, which is no multiple of num_attention_heads=2"),
         (dict(patch_size=5), "image_size=12, which is no multiple of patch_size=5"),
-        (dict(image_size=8), "mm_tokens_per_image=9 is no square of a divisor of the 4 patches"),
+        (dict(image_size=8), "mm_tokens_per_image=9 is not the square of a divisor of 4, the number of patches"),
         (dict(image_size="big"), "vision_config says image_size='big'; it needs int"),
     )
     parameters = PARAMETERS
