@@ -83,8 +83,8 @@ class Recorder(eqx.Module):
     def blocks(self) -> Iterator[Any]:
         """Yield every layer, in order."""
         yield from self.stack.head
-        for blocks, layers in self.stack.scans():
-            for i in range(len(layers) // len(blocks)):
+        for _, blocks, repeats in self.stack.scans():
+            for i in range(repeats):
                 for block in self.stack.period[blocks.start : blocks.stop]:
                     yield jax.tree.map(lambda a, i=i: a[i], block)
         yield from self.stack.tail

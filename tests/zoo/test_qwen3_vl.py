@@ -72,7 +72,7 @@ def test_deepstack_before_layers_that_do_not_repeat(kinds):
 
 def test_deepstack_into_layers_that_repeat():
     stack = Stack(lambda n, *, key: Factor(jnp.ones(())), [0, 1, 2, 2], key=jax.random.key(0))
-    with pytest.raises(ValueError, match="3 layers are followed by something, and 2 stand by themselves"):
+    with pytest.raises(ValueError, match="`after` has 3 entries, but only 2 layers precede those that repeat"):
         stack(jnp.ones((2, 5, 3)), after=[jnp.ones((2, 5, 3))] * 3)
 
 

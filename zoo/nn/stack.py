@@ -23,8 +23,8 @@ from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.pipeline import pipeline
 
 
-LAYER_INPUT = "layer_input"  # names what each layer reads, for the policies of `jax.checkpoint`
-FEW = 4  # a further scan must spare as many blocks: to compile it costs time, too
+LAYER_INPUT = "layer_input"  # the name of each layer's input, for the policies of `jax.checkpoint`
+MIN_SCAN_SAVING = 4  # the layers that a further scan must save compiling, since the scan itself takes time to compile
 
 
 def split_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
@@ -39,12 +39,13 @@ def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq
     """Splits tokens over "tensor" too, as they are kept between layers.
 
     This is sequence parallelism (arXiv:2205.05198): without it every device along "tensor" keeps a copy. Traffic is
-    unchanged: the all-reduce after a layer becomes a reduce-scatter, with an all-gather before the next layer. Where
-    "context" splits sequences already, this does nothing more: XLA would gather them whole to split them both ways. Nor
-    does it with stages: in a pipeline it makes XLA for TPUs abort (libtpu 0.0.51).
+    unchanged: the all-reduce after a layer becomes a reduce-scatter, with an all-gather before the next layer.
+
+    Tokens are not spread over "tensor" in two cases. Where "context" splits them already, XLA would gather whole
+    sequences to split them both ways. Where the mesh has stages, spreading makes XLA for TPUs abort (libtpu 0.0.51).
     """
-    stages = mesh.split(mesh.STAGE) * mesh.manual(mesh.STAGE)
-    if mesh.split(mesh.TENSOR) == 1 or mesh.split(mesh.CONTEXT) > 1 or stages > 1:
+    has_stages = mesh.split(mesh.STAGE) > 1 or mesh.manual(mesh.STAGE) > 1  # the latter within a pipeline
+    if mesh.split(mesh.TENSOR) == 1 or mesh.split(mesh.CONTEXT) > 1 or has_stages:
         return split_tokens(x)
     batch, _ = mesh.tokens_spec(x.shape)
     return jax.lax.with_sharding_constraint(x, P(batch, mesh.splitting(x.shape[1], mesh.TENSOR)))
@@ -53,18 +54,23 @@ def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq
 Report = eqx.Module | Array | None
 """A layer's report on its tokens, such as a router's `zoo.nn.moe.Routing`: sums over tokens, for losses and metrics.
 Most layers report None."""
-Caches = tuple[tuple[AbstractCache, ...], ...]
-"""A cache for each block of a stack's `head`, `period` and `tail`."""
-Reports = tuple[tuple[Report, ...], ...]
-"""The reports of the same blocks, those of a period's layers stacked."""
 
+Caches = tuple[tuple[AbstractCache, ...], ...]
+"""A cache for each block of a stack's `head`, `period` and `tail`: in `period` one for all layers of a block."""
+
+Reports = tuple[tuple[Report, ...], ...]
+"""The reports of the same blocks: in `period` those of a block's layers, stacked."""
 
 Remat = Callable[..., Callable]
-"""Wraps a layer, so that the backward pass computes it again: `jax.checkpoint`, or that with a policy."""
+"""Wraps a layer, so that the backward pass computes it again: `jax.checkpoint`, or that with a policy. Like
+`jax.checkpoint`, it takes `prevent_cse=False`."""
 
 
 class AbstractBlock(eqx.Module):
-    """One layer: `x, _, report = block(x, None, at)`. A layer of an encoder has no cache."""
+    """One layer: `x, _, report = block(x, None, at)`. A layer of an encoder has no cache.
+
+    In a stack's `period`, one block holds several layers of one kind, their arrays stacked along a new first axis.
+    """
 
     ordered: ClassVar[bool] = False
     """Whether the tokens of a row must be in order, as a recurrence or a convolution needs them. Attention does not
@@ -88,64 +94,90 @@ class AbstractDecoderBlock(AbstractBlock):
 class Stack(eqx.Module):
     """A model's layers.
 
-    Layers of one kind have the same structure. After the first few, the kinds repeat with some period p: p = 1 if all
-    are alike, p = 6 for five local layers and a global one. `period[j]` holds layers h + j, h + j + p, ..., with their
-    arrays stacked along a new first axis, and the scan's body runs one whole period. So each kind keeps its own class,
-    static fields (a window, a rope base) and size of cache. `head` and `tail` are the layers before and after the
-    periods.
+    Layers of one kind have the same structure. A run is a row of layers whose kinds repeat: (period, repeats) is how
+    many layers repeat, and how often. 48 layers that are all alike are the run (1, 48); five local layers and a global
+    one, eight times over, are the run (6, 8). A run is one scan, whose body runs one whole period. So each kind keeps
+    its own class, static fields (a window, a rope base) and size of cache.
 
-    A pattern without a period is several such runs, one scan after another, whose blocks follow each other in `period`.
-    In MEMEMEM*EMEMEMEME, ME repeats three times, and EM four times: between them M* is a run that does not repeat.
+    `head` and `tail` are the layers before the first run and after the last one. `period` has a block for each layer of
+    a run's period: in a run that starts at layer h, block j holds layers h + j, h + j + period, ..., with their arrays
+    stacked along a new first axis.
+
+    Where one run is not enough there are several, whose blocks follow each other in `period`. MEMEMEM*EMEMEMEME is
+    ME ME ME, M*, EM EM EM EM and E: the runs (2, 3), (2, 1) and (2, 4), and a tail of one layer. If no kind repeats,
+    all n layers are the run (n, 1).
     """
 
     head: tuple[AbstractBlock, ...]
     period: tuple[AbstractBlock, ...]
     tail: tuple[AbstractBlock, ...]
     num_layers: int = eqx.field(static=True)
-    runs: tuple[tuple[int, int], ...] = eqx.field(static=True)  # of each its period, and how often that is repeated
+    runs: tuple[tuple[int, int], ...] = eqx.field(static=True)  # (period, repeats) of each
     remat: Remat | None = eqx.field(static=True)  # see `zoo.surgery.with_remat`
 
     def __init__(self, make: Callable[..., AbstractBlock], kinds: Sequence[Any], *, key: PRNGKeyArray):
-        """`make(n, key=key)` builds layer n, which is of the kind `kinds[n]`."""
+        """Initialises layers with random weights.
+
+        Args:
+            make: `make(n, key=key)` builds layer n. For a block of several layers it is called with the first one's
+                number, under `vmap` over their keys.
+            kinds: the kind of each layer, hashable; at least one. Layers of equal kinds differ only in their arrays.
+            key: is split over the layers.
+        """
         self.num_layers, self.remat = len(kinds), None
         start, self.runs = self.plan(kinds)
         keys = jax.random.split(key, len(kinds))
-        stacked = lambda n: eqx.filter_vmap(lambda k: make(n[0], key=k))(keys[n.start : n.stop : n.step])
+
+        def stacked(numbers: range) -> AbstractBlock:
+            of_layers = keys[numbers.start : numbers.stop : numbers.step]
+            return eqx.filter_vmap(lambda key: make(numbers[0], key=key))(of_layers)
+
         self.head = tuple(make(n, key=keys[n]) for n in range(start))
-        scans = [(layers, len(blocks)) for blocks, layers in self.scans()]
-        self.period = tuple(stacked(layers[j::period]) for layers, period in scans for j in range(period))
-        self.tail = tuple(make(n, key=keys[n]) for n in range(scans[-1][0].stop, len(kinds)))
+        scans = list(self.scans())
+        end = scans[-1][0].stop
+        self.period = tuple(
+            stacked(layers[j :: len(blocks)]) for layers, blocks, _ in scans for j in range(len(blocks))
+        )
+        self.tail = tuple(make(n, key=keys[n]) for n in range(end, len(kinds)))
 
     @staticmethod
     def plan(kinds: Sequence[Any]) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Finds how many layers are before the first run, and `runs`.
+        """Finds the number of layers before the first run, and `runs`.
 
-        The run that spares the most blocks is chosen first; then, before it and behind it, others that spare `FEW`.
+        A run saves compiling all of its layers but one period. The run that saves the most is chosen first; then,
+        before and after it, others that save at least `MIN_SCAN_SAVING`. Layers between two runs become a run that does
+        not repeat.
         """
         numbers, found, parts = {}, [], [(0, len(kinds), 0)]
         kind = np.array([numbers.setdefault(k, len(numbers)) for k in kinds])
         while parts:
             start, end, least = parts.pop()
-            spared, first, period = _repetition(kind[start:end])
-            if spared >= least:
-                first, last = start + first, start + first + period + spared
-                found.append((first, period, last))
-                parts += [(start, first, FEW), (last, end, FEW)]
-        runs, at = [], min(found)[0]
-        for first, period, last in sorted(found):
-            runs += [(first - at, 1)] * (first > at) + [(period, (last - first) // period)]
-            at = last
-        return min(found)[0], tuple(runs)
+            saved, offset, period = _repetition(kind[start:end])
+            if saved >= least:
+                first = start + offset
+                stop = first + period + saved
+                found.append((first, period, stop))
+                parts += [(start, first, MIN_SCAN_SAVING), (stop, end, MIN_SCAN_SAVING)]
+        found.sort()
+        before, runs = found[0][0], []
+        done = before
+        for first, period, stop in found:
+            if first > done:
+                runs.append((first - done, 1))
+            runs.append((period, (stop - first) // period))
+            done = stop
+        return before, tuple(runs)
 
-    def scans(self) -> Iterator[tuple[range, range]]:
-        """Yields, for each run, the indices of its blocks in `period`, and the numbers of its layers."""
-        block, layer = 0, len(self.head)
+    def scans(self) -> Iterator[tuple[range, range, int]]:
+        """Yields, for each run, the numbers of its layers, the indices of its blocks in `period`, and its repeats."""
+        layer, block = len(self.head), 0
         for period, repeats in self.runs:
-            yield range(block, block + period), range(layer, layer + period * repeats)
-            block, layer = block + period, layer + period * repeats
+            yield range(layer, layer + period * repeats), range(block, block + period), repeats
+            layer, block = layer + period * repeats, block + period
 
     def with_remat(self, remat: Remat | None) -> "Stack":
-        """This stack, whose layers `remat` wraps one by one."""
+        """Returns this stack, whose layers `remat` wraps one by one where there is no cache."""
+        # `dataclasses.replace` would call `__init__`, which makes weights; `eqx.tree_at` can't replace a static field.
         new = object.__new__(Stack)
         for field in dataclasses.fields(self):
             object.__setattr__(new, field.name, remat if field.name == "remat" else getattr(self, field.name))
@@ -154,7 +186,8 @@ class Stack(eqx.Module):
     def layer_numbers(self, part: str, j: int) -> range:
         """Returns the numbers of the layers that `head[j]`, `period[j]` or `tail[j]` holds."""
         if part == "period":
-            return next(layers[j - blocks.start :: len(blocks)] for blocks, layers in self.scans() if j in blocks)
+            layers, blocks = next((layers, blocks) for layers, blocks, _ in self.scans() if j in blocks)
+            return layers[j - blocks.start :: len(blocks)]
         first = 0 if part == "head" else self.num_layers - len(self.tail)
         return range(first + j, first + j + 1)
 
@@ -167,17 +200,22 @@ class Stack(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         """Runs every layer. Returns `x`, the new cache (None without one), and the layers' reports.
 
-        `cache` is from `init_cache`, or None. `after` is what is added to the features after each of the first layers
-        (DeepStack, arXiv:2406.04334). A model gives these layers kinds of their own, so that none of them is in a run
-        that repeats. Where the mesh in scope has stages, each has its part of the periods of a run whose repeats they
-        divide, and the sequences go through them as `zoo.nn.pipeline` says. Each stage runs all other layers on its
-        share of the sequences.
+        Where the mesh in scope has stages and their number divides a run's repeats, each stage runs an equal share of
+        the repeats, and the sequences go through the stages as `zoo.nn.pipeline` says. All other layers run on every
+        stage, each for its share of the sequences.
+
+        Args:
+            x: features.
+            cache: from `init_cache`; None: these tokens are all there is. With a cache, `remat` is ignored.
+            at: where the tokens stand.
+            after: is added to the features after each of the first layers (DeepStack, arXiv:2406.04334). A model gives
+                these layers kinds of their own, so that none of them is in a run that repeats.
 
         Raises:
-            ValueError: for a cache where there are stages, or for more in `after` than there are layers before the
-                first run that repeats.
+            ValueError: for a cache where there are stages, or if `after` has more entries than there are layers before
+                the first run that repeats.
         """
-        # Outside a compiled function the scan would be traced and compiled at every call.
+        # Where `x` is no tracer nothing compiles this call, and its scans would be traced and compiled every time.
         run = Stack._run if isinstance(x, Tracer) else _compiled
         return run(self, x, cache, at, tuple(after))
 
@@ -190,34 +228,39 @@ class Stack(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         if cache is not None and mesh.split(mesh.STAGE) > 1:
             raise ValueError("There is no pipeline for decoding: use a mesh without stage, such as tensor=8, for that.")
-        runs = zip(self.scans(), self.runs, strict=True)
-        scans = [(blocks, layers.start, repeats) for (blocks, layers), (_, repeats) in runs]
-        alone = next((start for _, start, repeats in scans if repeats > 1), self.num_layers)
+        scans = list(self.scans())
+        alone = next((layers.start for layers, _, repeats in scans if repeats > 1), self.num_layers)
         if len(after) > alone:
-            raise ValueError(f"{len(after)} layers are followed by something, and {alone} stand by themselves.")
+            raise ValueError(f"`after` has {len(after)} entries, but only {alone} layers precede those that repeat.")
         if at.positions is None and at.segments is not None and at.rotary is None:
-            at = at._replace(rotary=counted(at.segments))  # once, and not in every layer
+            at = at._replace(rotary=counted(at.segments))  # counted once here, and not again in every layer
 
         remat = functools.partial(self.remat, prevent_cse=True) if self.remat and cache is None else None
         none = lambda blocks: (None,) * len(blocks)
-        caches: Any = cache or (none(self.head), none(self.period), none(self.tail))
-        head, period, tail = caches
-        x, head, first = _run_blocks(self.head, x, head, at, remat, after)
-        written, middle = (), ()
-        for blocks, start, repeats in scans:
-            of = slice(blocks.start, blocks.stop)
+        caches: Any = (none(self.head), none(self.period), none(self.tail)) if cache is None else cache
+        head_cache, period_cache, tail_cache = caches
+        x, head_cache, head_reports = _run_blocks(self.head, x, head_cache, at, remat, after)
+        written, period_reports = (), ()
+        for layers, blocks, repeats in scans:
+            own = slice(blocks.start, blocks.stop)
             if cache is None:
-                x, reports = _scan(self.period[of], repeats, x, at, remat, after[start:])
+                x, reports = _scan(self.period[own], repeats, x, at, remat, after[layers.start :])
             else:
-                x, new, reports = _scan_with_caches(self.period[of], repeats, x, period[of], at, after[start:])
+                old, added = period_cache[own], after[layers.start :]
+                x, new, reports = _scan_with_caches(self.period[own], repeats, x, old, at, added)
                 written += new
-            middle += reports
-        x, tail, last = _run_blocks(self.tail, x, tail, at, remat, after[self.num_layers - len(self.tail) :])
-        return split_tokens(x), (head, written, tail) if cache else None, (first, middle, last)
+            period_reports += reports
+        after = after[self.num_layers - len(self.tail) :]
+        x, tail_cache, tail_reports = _run_blocks(self.tail, x, tail_cache, at, remat, after)
+        new_cache = None if cache is None else (head_cache, written, tail_cache)
+        return split_tokens(x), new_cache, (head_reports, period_reports, tail_reports)
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
-        """Makes the caches of all layers: one for each entry of `head`, `period` and `tail`."""
+        """Makes empty caches for positions 0 to `length` - 1, one for each block.
 
+        Raises:
+            TypeError: if a block is not a decoder's.
+        """
         caches = []
         for layers, block in self.blocks():
             if not isinstance(block, AbstractDecoderBlock):
@@ -227,7 +270,7 @@ class Stack(eqx.Module):
         return tuple(caches[:start]), tuple(caches[start:end]), tuple(caches[end:])
 
     def blocks(self) -> Iterator[tuple[range, AbstractBlock]]:
-        """Yields each block of `head`, `period` and `tail`, in the order of `init_cache`, with its layers' numbers."""
+        """Yields each block of `head`, `period` and `tail`, in this order, after the numbers of its layers."""
         for part, blocks in (("head", self.head), ("period", self.period), ("tail", self.tail)):
             for j, block in enumerate(blocks):
                 yield self.layer_numbers(part, j), block
@@ -236,7 +279,11 @@ class Stack(eqx.Module):
 def _run_layer(
     block: AbstractBlock, cache: AbstractCache | None, at: Tokens, x: Float[Array, "batch seq embed"]
 ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
-    """Runs one layer, with its tokens split over the mesh in scope."""
+    """Runs one layer, with its tokens split over the mesh in scope.
+
+    Between layers tokens are spread over "tensor" too, so what `remat` keeps by the name `LAYER_INPUT` is spread. The
+    layer gets them gathered along "tensor", over which it splits its own heads and features.
+    """
     x = checkpoint_name(spread_tokens(x), LAYER_INPUT)
     x, cache, report = block(split_tokens(x), cache, at)
     return spread_tokens(x), cache, report
@@ -250,9 +297,9 @@ def _run_blocks(
     remat: Remat | None,
     after: Sequence[Float[Array, "batch seq embed"]],
 ) -> tuple[Float[Array, "batch seq embed"], tuple[Any, ...], tuple[Report, ...]]:
-    """Runs layers one by one, each within `remat`, and adds `after[n]` to the features after layer n.
+    """Runs blocks one by one, each within `remat`, and adds `after[n]` to the features after `blocks[n]`.
 
-    Returns `x`, the new caches, and the layers' reports.
+    Returns `x`, the new caches, and the blocks' reports.
     """
     new, reports = [], []
     for n, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
@@ -272,27 +319,29 @@ def _scan(
     remat: Remat | None,
     after: Sequence[Float[Array, "batch seq embed"]],
 ) -> tuple[Float[Array, "batch seq embed"], tuple[Report, ...]]:
-    """Runs a period `repeats` times, with other weights each time. Stages of the mesh share the repeats, if they can.
+    """Runs a period `repeats` times, with other weights each time. Stages share the repeats if they divide them.
 
-    Returns `x`, and the stacked reports of each of the period's layers.
+    Returns `x`, and the stacked reports of each of the period's blocks.
     """
     arrays, static = eqx.partition(period, eqx.is_array)
-    # XLA must not merge what is computed again with the forward pass, nor do it for all layers at once. In a scan of
-    # one layer it cannot, and to prevent it would only hold back the compiler.
+    # Where XLA eliminates common subexpressions, it may merge what the backward pass computes again with the forward
+    # pass, or compute it for all layers at once. In a scan whose body is one layer it can do neither, and preventing it
+    # would only hinder the compiler.
     if remat and repeats > 1 and len(period) == 1:
         remat = functools.partial(remat, prevent_cse=False)
 
-    def periods(arrays: Any, x: Array, at: Tokens) -> tuple[Array, tuple[Report, ...]]:
-        def one(x: Array, arrays: Any) -> tuple[Array, tuple[Report, ...]]:
-            x, _, reports = _run_blocks(eqx.combine(arrays, static), x, (None,) * len(period), at, remat, after)
-            return x, reports
+    def run(weights: Any, rows: Array, rows_at: Tokens) -> tuple[Array, tuple[Report, ...]]:
+        """Runs some of the repeats on some of the sequences. `pipeline` adds up the reports of all sequences."""
 
-        return jax.lax.scan(one, x, arrays)
+        def one(rows: Array, weights: Any) -> tuple[Array, tuple[Report, ...]]:
+            blocks = eqx.combine(weights, static)
+            rows, _, reports = _run_blocks(blocks, rows, (None,) * len(blocks), rows_at, remat, after)
+            return rows, reports
+
+        return jax.lax.scan(one, rows, weights)
 
     stages = mesh.split(mesh.STAGE)
-    if stages > 1 and repeats % stages == 0:
-        return pipeline(periods, arrays, x, at)
-    return periods(arrays, x, at)
+    return pipeline(run, arrays, x, at) if stages > 1 and repeats % stages == 0 else run(arrays, x, at)
 
 
 def _scan_with_caches(
@@ -306,50 +355,53 @@ def _scan_with_caches(
     """Runs a period `repeats` times, as `_scan` does, with caches that hold the layers of all repeats.
 
     Caches are in the carry, where XLA writes them in place. As scanned inputs and outputs they would be copied whole at
-    every step.
+    every step. Arrays that kernels read in place are not scanned either: each layer gets a reference to its part of the
+    whole, `Stacked`, which a kernel reads without a copy.
     """
     arrays, static = eqx.partition(period, eqx.is_array)
-    whole, sliced = eqx.partition(arrays, _read_in_place(arrays))
+    whole, scanned = eqx.partition(arrays, _read_in_place(arrays))
 
-    def one(carry: Any, slices: Any) -> tuple[Any, tuple[Report, ...]]:
-        (x, caches), (layer, arrays) = carry, slices
-        caches = tuple(eqx.tree_at(lambda c: c.layer, cache, layer) for cache in caches)
-        layers = jax.tree.map(lambda stack: Stacked(stack, layer), whole)
-        blocks = eqx.combine(layers, arrays, static, is_leaf=lambda node: isinstance(node, Stacked))
+    def one(carry: Any, of_repeat: Any) -> tuple[Any, tuple[Report, ...]]:
+        (x, caches), (repeat, sliced) = carry, of_repeat
+        caches = tuple(eqx.tree_at(lambda c: c.layer, cache, repeat) for cache in caches)
+        references = jax.tree.map(lambda stack: Stacked(stack, repeat), whole)
+        blocks = eqx.combine(references, sliced, static, is_leaf=lambda node: isinstance(node, Stacked))
         x, caches, reports = _run_blocks(blocks, x, caches, at, None, after)
         return (x, caches), reports
 
-    (x, caches), reports = jax.lax.scan(one, (x, caches), (jnp.arange(repeats), sliced))
+    (x, caches), reports = jax.lax.scan(one, (x, caches), (jnp.arange(repeats), scanned))
     return x, caches, reports
 
 
 def _repetition(kinds: Int[np.ndarray, " layers"]) -> tuple[int, int, int]:
-    """Finds the run that spares the most blocks, then the first, then of the shortest period.
+    """Finds the run that saves the most; of those that save equally much the first, and then the shortest period.
 
-    Returns how many it spares, its first layer, and its period. The time grows with layers times blocks of the run.
+    Returns how many layers it saves compiling, its first layer, and its period: (0, 0, layers) if nothing repeats. The
+    time grows with the number of layers times the number of those that are left to compile.
     """
-    n, best, period = len(kinds), (0, 0, -len(kinds)), 0
-    while (period := period + 1) <= min(n // 2, n - best[0]):  # longer ones can't spare as many
+    n, period = len(kinds), 0
+    best = (0, 0, -n)  # (saved, -first, -period): the largest counts
+    while (period := period + 1) <= min(n // 2, n - best[0]):  # period p takes 2 p layers, and saves at most n - p
         breaks = np.flatnonzero(kinds[:-period] != kinds[period:])
         edges = np.concatenate([[-1], breaks, [n - period]])
-        spared = (np.diff(edges) - 1) // period * period
-        i = int(np.argmax(spared))
-        if spared[i]:
-            best = max(best, (int(spared[i]), -int(edges[i] + 1), -period))
+        saved = (np.diff(edges) - 1) // period * period
+        i = int(np.argmax(saved))
+        if saved[i]:
+            best = max(best, (int(saved[i]), -int(edges[i] + 1), -period))
     return best[0], -best[1], -best[2]
 
 
 def _read_in_place(blocks: Any) -> Any:
-    """Tells of each array whether kernels read it in place: as an input of the scan, it would be copied for them."""
+    """Returns for each array whether kernels read it in place; as an input of a scan it would be copied for them."""
     reads = lambda m: isinstance(m, AbstractLinear | AbstractExpertLinear) and bool(m.in_place)
 
-    def tell(node: Any) -> Any:
+    def marked(node: Any) -> Any:
         if not reads(node):
             return False
-        fields = lambda m: [getattr(m, name) for name in node.in_place]
-        return eqx.tree_at(fields, jax.tree.map(lambda _: False, node), [True] * len(node.in_place))
+        in_place_fields = lambda m: [getattr(m, name) for name in node.in_place]
+        return eqx.tree_at(in_place_fields, jax.tree.map(lambda _: False, node), [True] * len(node.in_place))
 
-    return jax.tree.map(tell, blocks, is_leaf=reads)
+    return jax.tree.map(marked, blocks, is_leaf=reads)
 
 
 _compiled = eqx.filter_jit(Stack._run)
