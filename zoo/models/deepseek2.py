@@ -211,7 +211,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in hub.items() if k != "qk_head_dim" and (k, v) != ("head_dim", rotary)}
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="DeepSeek V2",
     Config=Config,
     Model=Model,

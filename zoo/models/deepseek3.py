@@ -229,7 +229,7 @@ class Model(AbstractMTPModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
-        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        """Initialise random weights, in float32, with these of `FAMILY.parts`; (): none."""
         c, (embed, layers, head, *mtp) = config, jax.random.split(key, 5)
         if "mtp" in parts and c.num_nextn_predict_layers != 1:
             raise ValueError(f"The part mtp needs num_nextn_predict_layers=1, not {c.num_nextn_predict_layers}.")
@@ -262,7 +262,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="DeepSeek V3, R1; Kimi K2",
     Config=Config,
     Model=Model,

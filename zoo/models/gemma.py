@@ -40,7 +40,7 @@ class Config(AbstractConfig):
     attention_bias: bool = False
 
     def attention_products(self, layer: int, seq: int) -> float:
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)  # 2: scores, values
 
 
 # fmt: off
@@ -81,10 +81,11 @@ class Attention(eqx.Module):
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(heads(self.q_proj(x)), at)
         k = self.rotary(heads(self.k_proj(x)), at)
-        v, kv = heads(self.v_proj(x)), at
+        v = heads(self.v_proj(x))
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
-        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5)
+            cache, k, v, k_at = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.head_dim**-0.5)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -148,7 +149,8 @@ class Model(AbstractModel):
         self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_tokens(tokens)
-        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: sqrt(3072) is 55.5 in bfloat16
+        # The factor is rounded to x's dtype, as in the reference: sqrt(3072) is 55.5 in bfloat16.
+        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), cache, reports
 
@@ -156,7 +158,7 @@ class Model(AbstractModel):
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="Gemma 1",
     Config=Config,
     Model=Model,

@@ -53,18 +53,18 @@ class Config(AbstractConfig):
             raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
 
     def window(self, layer: int) -> int | None:
-        """Positions that a token of this layer attends to, its own included; None: all up to its own."""
+        """Returns the most positions that a token attends to, its own included. None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))  # 2: scores, values
 
 
 # fmt: off
-#                    vocab  hidden    mlp  layers  heads  kv  head  query
+#                    vocab  hidden    mlp  layers  heads  kv  head scalar
 GEMMA2_2B  = Config(256000,   2304,  9216,     26,     8,  4,  256,   256)
 GEMMA2_9B  = Config(256000,   3584, 14336,     42,    16,  8,  256,   256)
-GEMMA2_27B = Config(256000,   4608, 36864,     46,    32, 16,  128,   144)
+GEMMA2_27B = Config(256000,   4608, 36864,     46,    32, 16,  128,   144)  # 144: 4608 / 32 heads
 
 CONFIGS = {
     "gemma2-2b":     Released(GEMMA2_2B,  "google/gemma-2-2b"),
@@ -107,11 +107,12 @@ class Attention(eqx.Module):
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(heads(self.q_proj(x)), at)
         k = self.rotary(heads(self.k_proj(x)), at)
-        v, kv = heads(self.v_proj(x)), at
+        v = heads(self.v_proj(x))
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
+            cache, k, v, k_at = cache.update(k, v, at)
         mask = kernels.sliding(self.window)
-        y = kernels.attention(q, k, v, at, kv, scale=self.scale, mask=mask, softcap=self.softcap)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.scale, mask=mask, softcap=self.softcap)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -157,7 +158,7 @@ class Block(AbstractDecoderBlock):
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
         a = self.self_attn
-        heads = a.k_proj.shape[-2] // a.head_dim
+        heads = a.k_proj.shape[-2] // a.head_dim  # the shape is (out, in), or (layers, out, in) in a stack
         return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
 
 
@@ -181,7 +182,8 @@ class Model(AbstractModel):
         self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed_tokens(tokens)
-        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded: sqrt(3584) is 59.75 in bfloat16
+        # The factor is rounded to x's dtype, as in the reference: sqrt(3584) is 59.75 in bfloat16.
+        x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), cache, reports
 
@@ -191,7 +193,7 @@ class Model(AbstractModel):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="Gemma 2",
     Config=Config,
     Model=Model,

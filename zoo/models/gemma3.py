@@ -80,11 +80,11 @@ class Config(AbstractVisionConfig):
             raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
 
     def window(self, layer: int) -> int | None:
-        """Returns the number of positions that a token attends to, its own included. None: all up to its own."""
+        """Returns the most positions that a token attends to, its own included. None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))  # 2: scores, values
 
 
 # fmt: off
@@ -352,7 +352,7 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "vision.tower.layers.*": "vision_tower.vision_model.encoder.layers.{}",
         "vision.tower.post_layernorm.*": "vision_tower.vision_model.post_layernorm.{}",
         "vision.tower.*": "vision_tower.vision_model.embeddings.{}",
-        # ^T: the tensor is transposed.
+        # ^T: the last two axes are swapped.
         "vision.projector.mm_input_projection.weight": "multi_modal_projector.mm_input_projection_weight^T",
         "vision.projector.*": "multi_modal_projector.{}",
         "lm_head.*": "lm_head.{}",
@@ -360,7 +360,7 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
     },
     # In files with a vision tower, the text model's names begin otherwise.
     beginnings={"vision": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}},
-    # What such files have -> what `checkpoint_names` gives: the first release's, transformers 4.52's and 5's.
+    # Beginnings in such files -> those that `checkpoint_names` gives: of the first release, transformers 4.52 and 5.
     aliases={
         "language_model.model.": "model.",
         "language_model.lm_head.": "lm_head.",
@@ -371,7 +371,7 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "vision_tower.vision_model.": "vision_tower.vision_model.",
         "vision_tower.": "vision_tower.vision_model.",
     },
-    # Copies of other tensors, which must be equal to them; and what only the part "vision" needs (None).
+    # A copy of another tensor, to which it must be equal; and what only the part "vision" needs (None).
     redundant={"lm_head.weight": "model.embed_tokens.weight", "vision_tower.*": None, "multi_modal_projector.*": None},
     names_in_transformers={  # in adapters of PEFT
         "language_model.model.": "model.language_model.",

@@ -70,7 +70,7 @@ class Config(AbstractConfig):
         return self.n_positions
 
     def attention_products(self, layer: int, seq: int) -> float:
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)  # 2: scores, values
 
 
 # fmt: off
@@ -113,10 +113,10 @@ class Attention(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], self.n_head, -1)
         q, k, v = (heads(y) for y in jnp.split(self.c_attn(x), 3, axis=-1))
-        kv = at
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
-        y = kernels.attention(q, k, v, at, kv, scale=q.shape[-1] ** -0.5)
+            cache, k, v, k_at = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, k_at, scale=q.shape[-1] ** -0.5)
         return self.c_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -202,7 +202,7 @@ class Model(AbstractModel):
         return self.wte.attend(x)
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="GPT-2, GPT-3",
     Config=Config,
     Model=Model,
@@ -216,7 +216,7 @@ FAMILY = Family(
         "*ln_*": P(),
     },
     checkpoint_names={
-        "layers.*.c_*.weight": "transformer.h.{}.c_{}.weight^T",
+        "layers.*.c_*.weight": "transformer.h.{}.c_{}.weight^T",  # ^T: the last two axes are swapped
         "layers.*": "transformer.h.{}",
         "*": "transformer.{}",
     },

@@ -69,11 +69,11 @@ class Config(AbstractMixtureConfig):
             raise ValueError(f"layer_types needs one of {' and '.join(KINDS)} for each layer, not {list(types)}.")
 
     def window(self, layer: int) -> int | None:
-        """Positions that a token of this layer attends to, its own included; None: all up to its own."""
+        """Returns the most positions that a token attends to, its own included. None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))  # 2: scores, values
 
 
 # fmt: off
@@ -116,11 +116,12 @@ class Attention(eqx.Module):
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(heads(self.q_proj(x)), at)
         k = self.rotary(heads(self.k_proj(x)), at)
-        v, kv = heads(self.v_proj(x)), at
+        v = heads(self.v_proj(x))
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
+            cache, k, v, k_at = cache.update(k, v, at)
         mask = kernels.sliding(self.window)
-        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5, mask=mask, sinks=self.sinks)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.head_dim**-0.5, mask=mask, sinks=self.sinks)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -207,7 +208,7 @@ class Block(AbstractDecoderBlock):
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
         a = self.self_attn
-        heads = a.k_proj.shape[-2] // a.head_dim
+        heads = a.k_proj.shape[-2] // a.head_dim  # the shape is (out, in), or (layers, out, in) in a stack
         return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
 
 
@@ -248,7 +249,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in hub.items() if key not in repeats or value != repeats[key]}
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="gpt-oss",
     Config=Config,
     Model=Model,
@@ -267,7 +268,7 @@ FAMILY = Family(
     },
     checkpoint_names={
         "lm_head.*": "lm_head.{}",
-        "layers.*.experts.*.weight": "model.layers.{}.experts.{}^T",
+        "layers.*.experts.*.weight": "model.layers.{}.experts.{}^T",  # ^T: the last two axes are swapped
         "layers.*.experts.*.bias": "model.layers.{}.experts.{}_bias",
         "*": "model.{}",
     },

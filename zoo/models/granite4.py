@@ -89,7 +89,7 @@ class Config(AbstractMixtureConfig):
 
     def attention_products(self, layer: int, seq: int) -> float:
         if self.layer_types[layer] == "attention":
-            return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+            return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)  # 2: scores, values
         return float(self.mamba_n_heads * state_products(self.mamba_d_state, self.mamba_d_head, erase=False))
 
 
@@ -149,10 +149,11 @@ class Attention(AbstractMixer):
         q, k = heads(self.q_proj(x)), heads(self.k_proj(x))
         if self.rotary is not None:
             q, k = self.rotary(q, at), self.rotary(k, at)
-        v, kv = heads(self.v_proj(x)), at
+        v = heads(self.v_proj(x))
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
-        y = kernels.attention(q, k, v, at, kv, scale=self.scale)
+            cache, k, v, k_at = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.scale)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
@@ -304,7 +305,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     return hub
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="Granite 4.0",
     Config=Config,
     Model=Model,

@@ -381,7 +381,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     return hub
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="Kimi Linear",
     Config=Config,
     Model=Model,
@@ -427,7 +427,7 @@ FAMILY = Family(
         "use_grouped_topk": True,
     },
     standard_form=standard_form,
-    names_in_transformers={
+    names_in_transformers={  # in adapters of PEFT
         ".block_sparse_moe.": ".mlp.",
         ".f_a_proj.": ".forget_gate.f_a_proj.",
         ".f_b_proj.": ".forget_gate.f_b_proj.",

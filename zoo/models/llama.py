@@ -45,7 +45,7 @@ class Config(AbstractConfig):
         object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or self.num_attention_heads)
 
     def attention_products(self, layer: int, seq: int) -> float:
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)  # 2: scores, values
 
 
 # fmt: off
@@ -115,10 +115,11 @@ class Attention(eqx.Module):
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(heads(self.q_proj(x)), at)
         k = self.rotary(heads(self.k_proj(x)), at)
-        v, kv = heads(self.v_proj(x)), at
+        v = heads(self.v_proj(x))
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
-        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5)
+            cache, k, v, k_at = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.head_dim**-0.5)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -189,7 +190,7 @@ class Model(AbstractModel):
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="Llama 2, 3, 3.1, 3.2, 3.3",
     Config=Config,
     Model=Model,

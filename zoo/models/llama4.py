@@ -1,11 +1,11 @@
-"""Llama 4 Scout and Maverick (Meta, 2025), which see: each tile of an image becomes 144 tokens.
+"""Llama 4 Scout and Maverick (Meta, 2025), which take images: each tile of one becomes 144 tokens.
 
 Three of four layers have rotary positions and attend within the token's chunk of 8,192 positions. Every fourth has no
 positional encoding, attends to all tokens before it, and scales its queries up as the context grows (arXiv:2501.19399).
 The router picks one expert, beside a shared one, and its score multiplies the expert's input, not its output. Scout has
 experts in every layer, and norms its rotated queries and keys. Maverick has experts in every second layer, and no such
-norms. To the text model a tile's tokens are like others: each sees only those before it. The tower is the part
-"vision"; without it the text model is loaded, and saved as a text model.
+norms. To the text model a tile's tokens are like others: each sees only those before it. The vision tower is an
+optional part: loaded without parts=("vision",), the model is the text model alone, and saved as one.
 """
 
 import dataclasses
@@ -114,14 +114,14 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
         return tuple(map(kind, range(self.num_hidden_layers)))
 
     def window(self, layer: int) -> int | None:
-        """The most positions that a token of this layer attends to, its own included; None: all up to its own."""
+        """Returns the most positions that a token attends to, its own included. None: all up to its own."""
         return self.layers[layer].chunk
 
     def attention_products(self, layer: int, seq: int) -> float:
         chunk = min(self.window(layer) or seq, seq)
         chunks, rest = divmod(seq, chunk)  # a token attends to its chunk, up to itself
         keys = (chunks * chunk**2 + rest**2) / (2 * seq)
-        return self.num_attention_heads * 2 * self.head_dim * keys
+        return self.num_attention_heads * 2 * self.head_dim * keys  # 2: scores, values
 
 
 # fmt: off
@@ -194,7 +194,7 @@ class Attention(eqx.Module):
         self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         q, k, v = (y(x).reshape(*x.shape[:2], -1, self.head_dim) for y in (self.q_proj, self.k_proj, self.v_proj))
-        kv = at
+        k_at = at  # where the keys stand
         if self.rotary is not None:
             q, k = self.rotary(q, at), self.rotary(k, at)
         if self.norm_eps is not None:
@@ -202,9 +202,9 @@ class Attention(eqx.Module):
         if self.temperature is not None:
             q = self.temperature(q, at)
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
+            cache, k, v, k_at = cache.update(k, v, at)
         mask = kernels.Causal() if self.chunk is None else kernels.Causal() & kernels.Chunk(self.chunk)
-        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5, mask=mask)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.head_dim**-0.5, mask=mask)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -293,7 +293,7 @@ class Block(AbstractDecoderBlock):
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
         a = self.self_attn
-        heads = a.k_proj.shape[-2] // a.head_dim
+        heads = a.k_proj.shape[-2] // a.head_dim  # the shape is (out, in), or (layers, out, in) in a stack
         return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.chunk)
 
 
@@ -334,7 +334,7 @@ class Model(AbstractVisionModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
-        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        """Initialise random weights, in float32, with these of `FAMILY.parts`; (): the text model alone."""
         c, (embed, layers, head, vision) = by_parts(config, parts), jax.random.split(key, 4)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -358,13 +358,13 @@ REPEATED = ("dtype", "torch_dtype", "transformers_version")  # in text_config an
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring a config.json of either form into the flat one, and drop a key of Maverick's that says the default of
-    no_rope_layer_interval.
+    """Flatten a nested config.json (with a `text_config`), and drop `nope_layer_interval`, a key of Maverick's, if it
+    says the default of `no_rope_layer_interval`.
 
     transformers ignores that key, so with another value it is refused as unknown.
 
     Raises:
-        ValueError: for what `vision_config` says and the tower does not know.
+        ValueError: from `Nested.flat`.
     """
     return {key: value for key, value in NESTED.flat(hub).items() if (key, value) != ("nope_layer_interval", 4)}
 
@@ -374,7 +374,7 @@ def published_form(hub: dict[str, Any]) -> dict[str, Any]:
     return {key: hub[key] for key in REPEATED if key in hub} | NESTED.nested(hub)
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="Llama 4",
     Config=Config,
     Model=Model,
@@ -402,12 +402,14 @@ FAMILY = Family(
         "vision.tower.*": "vision_model.{}",
         "vision.projector.*": "multi_modal_projector.{}",
         "lm_head.*": "lm_head.{}",
-        "layers.*.experts.*.weight": "model.layers.{}.experts.{}^T",
+        "layers.*.experts.*.weight": "model.layers.{}.experts.{}^T",  # ^T: the last two axes are swapped
         "*": "model.{}",
     },
+    # In files with a vision tower, the text model's names begin otherwise.
     beginnings={"vision": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}},
-    # Names in checkpoints with a vision tower.
+    # Beginnings in such files -> those that `checkpoint_names` gives.
     aliases={"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
+    # A copy of another tensor, to which it must be equal; and what only the part "vision" needs (None).
     redundant={"lm_head.weight": "model.embed_tokens.weight", "vision_model.*": None, "multi_modal_projector.*": None},
     parts={"vision": "the vision tower, so that the model takes images"},
     implied={

@@ -1,7 +1,8 @@
-"""Mistral Small 3.1 and 3.2, Ministral 3 and Devstral Small 2: Mistral's decoder, which sees.
+"""Mistral Small 3.1 and 3.2, Ministral 3 and Devstral Small 2: Mistral's decoder, which takes images.
 
-An image keeps its shape, and four patches of it are a token. Pixtral's tower (arXiv:2410.07073) is the part "vision";
-without it the text model is loaded, and saved as a text model: that of Mistral Small as one of `zoo.models.mistral`.
+An image keeps its shape, and four patches of it are a token. The vision tower is Pixtral's (arXiv:2410.07073). It is
+an optional part: loaded without parts=("vision",), the model is the text model alone, and saved as one: that of Mistral
+Small as one of `zoo.models.mistral`.
 Ministral 3 and Devstral Small 2 are for long texts: they have YaRN, and scale their queries up beyond the original
 context.
 """
@@ -85,11 +86,11 @@ class Config(AbstractVisionConfig):
         return QueryScaling(self.llama_4_scaling_beta, self.rope_scaling.original_max_position_embeddings)
 
     def window(self, layer: int) -> int | None:
-        """Positions that a token of this layer attends to, its own included; None: all up to its own."""
+        """Returns the most positions that a token attends to, its own included. None: all up to its own."""
         return self.sliding_window
 
     def attention_products(self, layer: int, seq: int) -> float:
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))  # 2: scores, values
 
 
 # fmt: off
@@ -159,10 +160,11 @@ class Attention(eqx.Module):
         k = self.rotary(heads(self.k_proj(x)), at)
         if self.query_scaling is not None:
             q = self.query_scaling(q, at)
-        v, kv = heads(self.v_proj(x)), at
+        v = heads(self.v_proj(x))
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
-        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5, mask=kernels.sliding(self.window))
+            cache, k, v, k_at = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.head_dim**-0.5, mask=kernels.sliding(self.window))
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -203,7 +205,7 @@ class Block(AbstractDecoderBlock):
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
         a = self.self_attn
-        heads = a.k_proj.shape[-2] // a.head_dim
+        heads = a.k_proj.shape[-2] // a.head_dim  # the shape is (out, in), or (layers, out, in) in a stack
         return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
 
 
@@ -258,7 +260,7 @@ class Model(AbstractVisionModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
-        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        """Initialise random weights, in float32, with these of `FAMILY.parts`; (): the text model alone."""
         c, (embed, layers, head, vision) = by_parts(config, parts), jax.random.split(key, 4)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -295,11 +297,10 @@ MINISTRAL_ROPE: dict[str, Any] = dict(
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring a config.json of either form into the flat one, and take `llama_4_scaling_beta` out of its rope.
+    """Flatten a nested config.json (with a `text_config`), and take `llama_4_scaling_beta` out of its rope.
 
     Raises:
-        ValueError: for what `vision_config` says and Pixtral's tower does not know, or what is said of the projector
-            and is not implemented.
+        ValueError: from `Nested.flat`.
     """
     text = NESTED.flat(hub)
     if text.get("model_type") != "ministral3":
@@ -324,7 +325,7 @@ def published_form(hub: dict[str, Any]) -> dict[str, Any]:
     return NESTED.nested(hub)
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="Mistral Small 3, Ministral 3, Devstral Small 2",
     Config=Config,
     Model=Model,
@@ -352,20 +353,24 @@ FAMILY = Family(
         "lm_head.*": "lm_head.{}",
         "*": "model.{}",
     },
+    # In files with a vision tower, the text model's names begin otherwise.
     beginnings={"vision": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}},
-    names_in_transformers={
+    names_in_transformers={  # in adapters of PEFT
         "language_model.model.": "model.language_model.",
         "language_model.lm_head": "lm_head",
         "vision_tower.": "model.vision_tower.",
         "multi_modal_projector.": "model.multi_modal_projector.",
     },
-    aliases={  # names in checkpoints with a vision tower: the releases', and those of transformers 4.52 and 5
+    # Beginnings in files with a vision tower -> those that `checkpoint_names` gives: of the releases, of transformers
+    # 4.52 and 5.
+    aliases={
         "language_model.model.": "model.",
         "language_model.lm_head.": "lm_head.",
         "model.language_model.": "model.",
         "model.vision_tower.": "vision_tower.",
         "model.multi_modal_projector.": "multi_modal_projector.",
     },
+    # A copy of another tensor, to which it must be equal; and what only the part "vision" needs (None).
     redundant={"lm_head.weight": "model.embed_tokens.weight", "vision_tower.*": None, "multi_modal_projector.*": None},
     parts={"vision": "Pixtral's vision tower, so that the model takes images"},
     implied={

@@ -116,7 +116,7 @@ class Config(AbstractMixtureConfig):
     def attention_products(self, layer: int, seq: int) -> float:
         kind = self.layers[layer]
         if kind is Kind.ATTENTION:
-            return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+            return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)  # 2: scores, values
         if kind is Kind.MAMBA:
             return float(self.mamba_num_heads * state_products(self.ssm_state_size, self.mamba_head_dim, erase=False))
         return 0.0
@@ -171,10 +171,11 @@ class Attention(AbstractMixer):
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q, k, v, kv = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x)), at
+        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
-        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5)
+            cache, k, v, k_at = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.head_dim**-0.5)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
@@ -333,7 +334,7 @@ class Model(AbstractMTPModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
-        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        """Initialise random weights, in float32, with these of `FAMILY.parts`; (): none."""
         c, (embed, layers, head, *mtp) = config, jax.random.split(key, 6)
         modules = c.num_nextn_predict_layers, c.mtp_hybrid_override_pattern
         if "mtp" in parts and modules != (1, "*E"):
@@ -387,7 +388,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     return hub
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="Nemotron-H, Nemotron 3",
     Config=Config,
     Model=Model,
@@ -443,7 +444,7 @@ FAMILY = Family(
         "use_mamba_kernels": OneOf([True, False]),
     },
     standard_form=standard_form,
-    names_in_transformers={"backbone.": "model."},
+    names_in_transformers={"backbone.": "model."},  # in adapters of PEFT
     experts_in_transformers={
         "experts.up_proj": ("experts.up_proj", None),  # there is no gate
         "experts.down_proj": ("experts.down_proj", None),

@@ -67,11 +67,11 @@ class Config(AbstractConfig):
         return self.no_rope_layers[layer] != 0
 
     def window(self, layer: int) -> int | None:
-        """Positions that a token of this layer attends to, its own included; None: all up to its own."""
+        """Returns the most positions that a token attends to, its own included. None: all up to its own."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def attention_products(self, layer: int, seq: int) -> float:
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))  # 2: scores, values
 
 
 # fmt: off
@@ -112,10 +112,11 @@ class Attention(eqx.Module):
         q, k = heads(self.q_proj(x)), heads(self.k_proj(x))
         if self.rotary is not None:
             q, k = self.rotary(q, at), self.rotary(k, at)
-        v, kv = heads(self.v_proj(x)), at
+        v = heads(self.v_proj(x))
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
-        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5, mask=kernels.sliding(self.window))
+            cache, k, v, k_at = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.head_dim**-0.5, mask=kernels.sliding(self.window))
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -156,7 +157,7 @@ class Block(AbstractDecoderBlock):
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
         a = self.self_attn
-        heads = a.k_proj.shape[-2] // a.head_dim
+        heads = a.k_proj.shape[-2] // a.head_dim  # the shape is (out, in), or (layers, out, in) in a stack
         return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
 
 
@@ -188,7 +189,7 @@ class Model(AbstractModel):
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="SmolLM3",
     Config=Config,
     Model=Model,

@@ -97,8 +97,8 @@ class KV(AbstractCache):
         where = (self.layer, jnp.arange(len(k))[:, None], _indices(at, k, self.k.shape[2]))
         new = KV(_write(self.k, where, k), _write(self.v, where, v), self.layer)
         spans = None if at.spans is None else jnp.full(self.k.shape[1:3], -1).at[where[1:]].set(at.spans)
-        kv = Tokens(spans=spans)  # of this call's tokens alone: earlier ones have ended
-        return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), kv
+        k_at = Tokens(spans=spans)  # of this call's tokens alone: earlier ones have ended
+        return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), k_at
 
     def partition_specs(self, sizes: Mapping[str, int]) -> "KV":
         k, v = (_vector_specs(x, sizes) for x in (self.k, self.v))
@@ -159,8 +159,8 @@ class WindowKV(AbstractCache):
             self.spare,
         )
         if seq <= 1 + self.spare and at.spans is None:
-            kv = Tokens(new.positions[self.layer])
-            return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), kv
+            k_at = Tokens(new.positions[self.layer])
+            return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), k_at
         pairs = ((self.k, k), (self.v, v))
         keys, values = (jnp.concatenate([read(_read(old, self.layer, x.dtype)), x], axis=1) for old, x in pairs)
         positions = jnp.where(positions < 0, NEVER, positions)

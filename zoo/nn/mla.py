@@ -92,16 +92,17 @@ class LatentAttention(AbstractMixer):
         c_kv = self.kv_a_layernorm(c_kv)
         if self.rotary is not None:
             q_pe, k_pe = self.rotary(q_pe, at), self.rotary(k_pe[:, :, None], at)[:, :, 0]
-        latents, kv = None, at
+        latents = None
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, latents, kv = cache.update(jnp.concatenate([c_kv, k_pe], axis=-1), at)
+            cache, latents, k_at = cache.update(jnp.concatenate([c_kv, k_pe], axis=-1), at)
         if latents is not None and x.shape[1] <= kernels.FEW:
             # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For few
             # tokens this is cheaper than projecting all cached latents, which now are keys and values of one head.
             w = self.kv_b_proj.matrix().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
             w_k, w_v = jnp.split(w, [c.qk_nope_head_dim], axis=1)
             q = jnp.concatenate([jnp.einsum("bshn,hnr->bshr", q_nope, w_k), q_pe], axis=-1)
-            y = kernels.attention(q, latents, c.kv_lora_rank, at, kv, scale=self.scale)
+            y = kernels.attention(q, latents, c.kv_lora_rank, at, k_at, scale=self.scale)
             y = jnp.einsum("bshr,hvr->bshv", y, w_v)
         else:
             if latents is not None:
@@ -109,7 +110,7 @@ class LatentAttention(AbstractMixer):
             k_nope, v = heads(self.kv_b_proj(c_kv))
             k_pe = spread(k_pe[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
             q, k = jnp.concatenate([q_nope, q_pe], axis=-1), jnp.concatenate([k_nope, k_pe], axis=-1)
-            y = kernels.attention(q, k, v, at, kv, scale=self.scale)
+            y = kernels.attention(q, k, v, at, k_at, scale=self.scale)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> LatentKV:
