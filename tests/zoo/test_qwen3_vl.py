@@ -1,6 +1,8 @@
 """Qwen3-VL beyond the contract of test_vision.py: rotary axes, DeepStack, videos, and forms of config.json."""
 
+import dataclasses
 import itertools
+import json
 
 import equinox as eqx
 import jax
@@ -123,6 +125,23 @@ def test_experts_in_both_layouts(tmp_path, width):
     assert zoo.inspect(str(tmp_path / "theirs")) == zoo.config(tmp_path / "theirs")
     saved = safetensors.numpy.load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() == hub.keys() and all(np.array_equal(saved[key], hub[key]) for key in hub)
+
+
+@pytest.mark.parametrize(("name", "rope"), [("qwen3_vl", "rope_scaling"), ("qwen3_5", "rope_parameters")])
+@pytest.mark.parametrize("absent", [lambda keys: dict.fromkeys(keys), lambda keys: {}], ids=["null", "missing"])
+def test_keys_about_images_that_are_absent(tmp_path, name, rope, absent):
+    """A config.json with null in the place of keys about images, or without them, means the released models' values."""
+    case = seeing.CHECKPOINTS[name]
+    hub, axes = case.config(), ("mrope_interleaved", "mrope_section")
+    text = {key: value for key, value in hub["text_config"].items() if key != rope}
+    text[rope] = {key: value for key, value in hub["text_config"][rope].items() if key not in axes}
+    text[rope] |= absent(["mrope_section"])
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    hub = {key: value for key, value in hub.items() if key not in ids} | absent(ids) | dict(text_config=text)
+    (tmp_path / "config.json").write_text(json.dumps(hub))
+    vision = zoo.config(tmp_path).vision
+    released = next(iter(case.family.configs.values())).config.vision
+    assert vision == dataclasses.replace(released, tower=vision.tower)
 
 
 @pytest.mark.parametrize(

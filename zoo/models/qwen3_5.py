@@ -25,7 +25,6 @@ from kernels.sums import scaled
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.delta import GatedDelta
-from zoo.nn.fields import part_config, text_config
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -49,20 +48,11 @@ from zoo.vision.model import AbstractVisionConfig, by_parts
 from zoo.vision.towers import qwen3_vl
 
 
-@dataclasses.dataclass(frozen=True)
-class VisionConfig:
-    """The keys of a config.json about images; `tower` is its `vision_config`."""
-
-    tower: qwen3_vl.Config
-    mrope_section: tuple[int, ...] = (11, 11, 10)  # how many of the frequencies turn by each coordinate
-    image_token_id: int = 248_056
-    video_token_id: int = 248_057
-    vision_start_token_id: int = 248_053
-    vision_end_token_id: int = 248_054
-
-    def __post_init__(self):
-        if deep := self.tower.deepstack_visual_indexes:
-            raise ValueError(f"vision_config has deepstack_visual_indexes={list(deep)}, but the text takes none.")
+# config.json's model_type of a dense model and of a mixture, and what transformers calls each without and with a tower.
+ARCHITECTURES = {
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +83,7 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mtp_num_hidden_layers: int = 1
-    vision: VisionConfig | None = None
+    vision: qwen3_vl.VisionConfig | None = None
     model_type: str = ""  # this and the next: those of a dense model or of a mixture
     architectures: tuple[str, ...] = ()
 
@@ -103,7 +93,7 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
         every, numbers = self.full_attention_interval, range(1, self.num_hidden_layers + 1)
         types = self.layer_types or tuple("linear_attention" if n % every else "full_attention" for n in numbers)
         object.__setattr__(self, "model_type", kind)
-        object.__setattr__(self, "architectures", self.architectures or ARCHITECTURES.get(kind, ()))
+        object.__setattr__(self, "architectures", self.architectures or ARCHITECTURES.get(kind, ())[:1])
         object.__setattr__(self, "layer_types", types)
         if refusal := next(self.refusals(), None):
             raise ValueError(refusal)
@@ -111,8 +101,8 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     def refusals(self) -> Iterator[str]:
         """Yields a sentence for each rule that the values break."""
         kind, types, vision = self.model_type, self.layer_types, self.vision
-        if self.architectures != ARCHITECTURES.get(kind):
-            known = "; ".join(f"{kind} with {name}" for kind, (name,) in ARCHITECTURES.items())
+        if kind not in ARCHITECTURES or self.architectures != ARCHITECTURES[kind][:1]:
+            known = "; ".join(f"{kind} with {name}" for kind, (name, _) in ARCHITECTURES.items())
             yield f"model_type={kind!r} with architectures={list(self.architectures)} is not implemented: {known}."
         mixture = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
         for name in ("intermediate_size", *mixture):
@@ -126,11 +116,10 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
             )
         if (values := self.linear_num_value_heads) % (keys := self.linear_num_key_heads):
             yield f"linear_num_value_heads={values} is no multiple of linear_num_key_heads={keys}."
-        if vision is not None and vision.tower.out_hidden_size != self.hidden_size:
-            yield (
-                f"vision_config has out_hidden_size={vision.tower.out_hidden_size}, but the text model's hidden_size "
-                f"is {self.hidden_size}."
-            )
+        if vision is not None:
+            vision.check(self.hidden_size)
+            if deep := vision.tower.deepstack_visual_indexes:
+                yield f"vision_config has deepstack_visual_indexes={list(deep)}, but the text takes none."
 
     @property
     def delta(self) -> GatedDelta:
@@ -144,15 +133,16 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
         return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
 
 
-# config.json's model_type of a dense model and of a mixture, and what transformers calls each.
-ARCHITECTURES = {"qwen3_5_text": ("Qwen3_5ForCausalLM",), "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM",)}
-
 # fmt: off
 #                        hidden   mlp  depth  heads
 TINY  = qwen3_vl.Config(   768,  3072,    12,    12, deepstack_visual_indexes=())
 SMALL = qwen3_vl.Config(  1024,  4096,    24,    16, deepstack_visual_indexes=())
 LARGE = qwen3_vl.Config(  1152,  4304,    27,    16, deepstack_visual_indexes=())
-vision_of = lambda tower, width: VisionConfig(dataclasses.replace(tower, out_hidden_size=width))
+VISION = qwen3_vl.VisionConfig(  # what a silent config.json means
+    LARGE, mrope_section=(11, 11, 10), image_token_id=248_056, video_token_id=248_057, vision_start_token_id=248_053,
+    vision_end_token_id=248_054,
+)
+vision_of = lambda tower, width: dataclasses.replace(VISION, tower=dataclasses.replace(tower, out_hidden_size=width))
 QWEN: dict[str, Any] = dict(rope_theta=1e7)
 TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
 MOE_35B: dict[str, Any] = QWEN | dict(
@@ -437,65 +427,32 @@ class Model(AbstractMTPModel, AbstractVisionModel):
     def forward(
         self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x, lag = self.embed(tokens, images), None
-        if self.vision is not None:
-            if cache is not None:
-                cache, (lag,) = cache[:-1], cache[-1]
-            at, lag = qwen3_vl.placed(at, x, images, self.vision.config.spatial_merge_size, lag)
+        x = self.embed(tokens, images)
+        at, cache, lag = qwen3_vl.placed(at, x, images, self.vision, cache)
         x, cache, reports = self.layers(x, cache, at)
-        return self.norm(x), cache if lag is None or cache is None else (*cache, (lag,)), reports
+        return self.norm(x), None if cache is None else (*cache, *lag), reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
 
-IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-# Keys beside text_config that repeat what it says, that `standard_form` reads, or that change nothing.
-BESIDE = {"architectures", "language_model_only", "model_type", "tie_word_embeddings", "vision_config", *IDS}
-# What rotary positions of images need: of text, the coordinates of all axes are the position.
-AXES: dict[str, Any] = {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
-
-
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Takes the text model's part of config.json, with `vision` beside it, and drops how rotary axes are laid out.
+    """Brings a config.json of either form into the flat one.
 
     Raises:
         ValueError: for what `vision_config` says and the tower does not know, or if the axes do not take turns.
     """
-    text: dict[str, Any] = dict(hub)
-    vision: dict[str, Any] | None = None
-    if "text_config" in hub:
-        kind = hub.get("model_type")
-        if (stated := hub.get("vision_config")) is not None:
-            implied = qwen3_vl.IMPLIED | {"model_type": OneOf([kind, f"{kind}_vision"])}
-            tower = part_config(qwen3_vl.Config, {"deepstack_visual_indexes": []} | stated, implied, "vision_config")
-            vision = {key: hub[key] for key in IDS if key in hub} | {"tower": tower}
-        text = {"model_type": f"{kind}_text"} | text_config(hub, BESIDE)
-        text["tie_word_embeddings"] = hub.get("tie_word_embeddings", False)  # this counts, and not text_config's own
-    for key in ("rope_parameters", "rope_scaling"):
-        if rope := text.get(key):
-            if not rope.get("mrope_interleaved", True):
-                raise ValueError(f"{key} says mrope_interleaved=False, but only true is implemented.")
-            if vision is not None and "mrope_section" in rope:
-                vision["mrope_section"] = rope["mrope_section"]
-            text[key] = {name: value for name, value in rope.items() if name not in AXES}
-    return text if vision is None else text | {"vision": part_config(VisionConfig, vision, {}, "It")}
+    if "text_config" in hub:  # and beside it a key that changes nothing
+        hub = {key: value for key, value in hub.items() if key != "language_model_only"}
+    return qwen3_vl.flat(hub, VISION)
 
 
 def published_form(hub: dict[str, Any]) -> dict[str, Any]:
     """Inverts `standard_form` for a model with a tower; a text model's keys stay as they are."""
-    if (vision := hub.pop("vision")) is None:
-        return hub
-    outside = ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
-    outer = {key: hub.pop(key) for key in outside if key in hub}
-    kind, sections = hub["model_type"].removesuffix("_text"), {"mrope_section": vision.pop("mrope_section")}
-    rope = {"rope_type": "default", "rope_theta": hub.pop("rope_theta")} | (hub.pop("rope_scaling") or {})
-    turned = {"partial_rotary_factor": hub.pop("partial_rotary_factor")}
-    hub["rope_parameters"] = rope | turned | AXES | sections
-    whole = hub.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")
-    tower = {"model_type": kind, "hidden_act": qwen3_vl.IMPLIED["hidden_act"]} | vision.pop("tower")
-    names = {"architectures": [whole], "model_type": kind}
-    return names | outer | vision | {"text_config": hub, "vision_config": tower}
+    if hub["vision"] is not None:
+        rope = {"rope_theta": hub.pop("rope_theta")} | (hub.pop("rope_scaling") or {})
+        hub["rope_parameters"] = rope | {"partial_rotary_factor": hub.pop("partial_rotary_factor")}
+    return qwen3_vl.nested(hub, "rope_parameters", ARCHITECTURES[hub["model_type"]][1])
 
 
 FAMILY = Family(
@@ -523,8 +480,7 @@ FAMILY = Family(
         "*norm*.weight": P(),
     },
     checkpoint_names={
-        "vision.patch_embed.*": "model.visual.patch_embed.proj.{}",
-        "vision.*": "model.visual.{}",
+        **qwen3_vl.CHECKPOINT_NAMES,
         "lm_head.*": "lm_head.{}",
         "mtp.*.experts.*.weight": "mtp.{}.experts.{}",
         "mtp.*": "mtp.{}",
@@ -532,11 +488,8 @@ FAMILY = Family(
         "*.A_log.value": "model.{}.A_log",
         "*": "model.{}",
     },
-    beginnings={"vision": {"model.visual.": "model.visual.", "model.": "model.language_model."}},
-    aliases={  # names in checkpoints with a vision tower: the releases', and those without `model.` before the tower
-        "model.language_model.": "model.",
-        "visual.": "model.visual.",
-    },
+    beginnings=qwen3_vl.BEGINNINGS,
+    aliases=qwen3_vl.ALIASES,
     fp8_blocks=["*_proj.weight", "*.in_proj_qkv.weight", "*.in_proj_z.weight"],
     redundant={"lm_head.weight": "model.embed_tokens.weight", "model.visual.*": None, "mtp.*": None},
     # The files in FP8 have experts one by one, Qwen3.5's those of MTP; and transformers writes all of them so.

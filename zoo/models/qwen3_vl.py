@@ -21,7 +21,6 @@ import kernels
 from kernels import Tokens
 from zoo.nn import moe
 from zoo.nn.cache import KV
-from zoo.nn.fields import part_config, text_config
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -35,7 +34,7 @@ from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Ima
 from zoo.nn.rope import MultiAxisRotary, RopeScaling
 from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
-from zoo.vision.model import AbstractVisionConfig, AbstractVisionKeys, by_parts
+from zoo.vision.model import AbstractVisionConfig, by_parts
 from zoo.vision.towers import qwen3_vl
 
 
@@ -44,18 +43,6 @@ ARCHITECTURES = {
     "qwen3_vl_text": ("Qwen3VLTextModel", "Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe_text": ("Qwen3VLMoeTextModel", "Qwen3VLMoeForConditionalGeneration"),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class VisionConfig(AbstractVisionKeys):
-    """The keys of a config.json about images."""
-
-    tower: qwen3_vl.Config
-    mrope_section: tuple[int, ...] = (24, 20, 20)  # how many of the frequencies turn by each coordinate
-    image_token_id: int = 151_655
-    video_token_id: int = 151_656
-    vision_start_token_id: int = 151_652
-    vision_end_token_id: int = 151_653
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +65,7 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    vision: VisionConfig | None = None
+    vision: qwen3_vl.VisionConfig | None = None
     model_type: str = ""  # this and the next: those of a dense model or of a mixture
     architectures: tuple[str, ...] = ()
 
@@ -96,11 +83,8 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
                 raise ValueError(f"{name}={getattr(self, name)}, which {model_type} {needs}.")
         object.__setattr__(self, "model_type", model_type)
         object.__setattr__(self, "architectures", ARCHITECTURES[model_type][:1])
-        if self.vision is not None and self.vision.tower.out_hidden_size != self.hidden_size:
-            raise ValueError(
-                f"vision_config has out_hidden_size={self.vision.tower.out_hidden_size}, but the text model's "
-                f"hidden_size is {self.hidden_size}."
-            )
+        if self.vision is not None:
+            self.vision.check(self.hidden_size)
 
     def attention_products(self, layer: int, seq: int) -> float:
         return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
@@ -115,7 +99,11 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
 #                        hidden   mlp  depth  heads
 SMALL = qwen3_vl.Config(  1024,  4096,    24,    16, deepstack_visual_indexes=(5, 11, 17))
 LARGE = qwen3_vl.Config(  1152,  4304,    27,    16, deepstack_visual_indexes=(8, 16, 24))
-vision_of = lambda tower, width: VisionConfig(dataclasses.replace(tower, out_hidden_size=width))
+VISION = qwen3_vl.VisionConfig(  # what a silent config.json means
+    LARGE, mrope_section=(24, 20, 20), image_token_id=151_655, video_token_id=151_656, vision_start_token_id=151_652,
+    vision_end_token_id=151_653,
+)
+vision_of = lambda tower, width: dataclasses.replace(VISION, tower=dataclasses.replace(tower, out_hidden_size=width))
 QWEN: dict[str, Any] = dict(max_position_embeddings=262_144, rope_theta=5_000_000.0)
 TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
 MOE_30B: dict[str, Any] = QWEN | dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
@@ -283,71 +271,33 @@ class Model(AbstractVisionModel):
     def forward(
         self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x, deep, lag = self.embed_text(tokens, images), [], None
-        if self.vision is not None:
-            if images is not None:
-                features, *deep = self.vision.levels(jnp.asarray(images.patches), jnp.asarray(images.grids))
-                x = images.instead_of(x, features)
-                # A model of fewer layers than the tower has levels takes the first levels.
-                deep = [images.instead_of(jnp.zeros_like(x), level) for level in deep[: self.layers.num_layers]]
-            if cache is not None:
-                cache, (lag,) = cache[:-1], cache[-1]
-            at, lag = qwen3_vl.placed(at, x, images, self.vision.config.spatial_merge_size, lag)
+        x, deep = self.embed_text(tokens, images), []
+        if self.vision is not None and images is not None:
+            features, *deep = self.vision.levels(jnp.asarray(images.patches), jnp.asarray(images.grids))
+            x = images.instead_of(x, features)
+            # A model of fewer layers than the tower has levels takes the first levels.
+            deep = [images.instead_of(jnp.zeros_like(x), level) for level in deep[: self.layers.num_layers]]
+        at, cache, lag = qwen3_vl.placed(at, x, images, self.vision, cache)
         x, cache, reports = self.layers(x, cache, at, deep)
-        return self.norm(x), cache if lag is None or cache is None else (*cache, (lag,)), reports
+        return self.norm(x), None if cache is None else (*cache, *lag), reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
 
-IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-# Keys beside text_config that repeat what it says, or that `standard_form` reads.
-BESIDE = {"architectures", "model_type", "tie_word_embeddings", "vision_config", *IDS}
-# What rotary positions of images need: of text, the coordinates of all axes are the position.
-AXES: dict[str, Any] = {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}
-
-
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the text part of config.json with `vision` beside it.
-
-    Raises:
-        ValueError: for what `vision_config` says and the tower does not know, or if the axes do not take turns.
-    """
-    text: dict[str, Any] = dict(hub)
-    seen: dict[str, Any] | None = None
+    """Brings a config.json of either form into the flat one, as `qwen3_vl.flat` does, and renames a key."""
+    text = qwen3_vl.flat(hub, VISION)
     if "text_config" in hub:
-        # The value of tie_word_embeddings beside text_config counts, not the one in it.
-        told = {"tie_word_embeddings": hub.get("tie_word_embeddings", False)}
-        kind, names = hub.get("model_type"), {"architectures": hub.get("architectures") or []}
-        if hub.get("vision_config") is not None:
-            implied = qwen3_vl.IMPLIED | {"model_type": OneOf([kind, f"{kind}_vision"])}
-            tower = part_config(qwen3_vl.Config, hub["vision_config"], implied, "vision_config")
-            seen = {key: hub[key] for key in IDS if key in hub} | {"tower": tower}
-        text = {"model_type": f"{kind}_text"} | text_config(hub, BESIDE) | told | names
+        text["architectures"] = hub.get("architectures") or []
     if "num_local_experts" in text:  # as transformers 5 writes it
         text["num_experts"] = text.pop("num_local_experts")
-    for key in ("rope_parameters", "rope_scaling"):
-        if rope := text.get(key):
-            if not rope.get("mrope_interleaved", True):
-                raise ValueError(f"{key} says mrope_interleaved=False, but only true is implemented.")
-            if seen is not None and "mrope_section" in rope:
-                seen["mrope_section"] = rope["mrope_section"]
-            text[key] = {name: value for name, value in rope.items() if name not in AXES}
-    return text if seen is None else text | {"vision": part_config(VisionConfig, seen, {}, "It")}
+    return text
 
 
 def published_form(hub: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `standard_form`, of a model that sees; of a text model, what it is given."""
-    if (seen := hub.pop("vision")) is None:
-        return hub
-    outside = ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
-    outer = {key: hub.pop(key) for key in outside if key in hub}
-    kind, sections = hub["model_type"].removesuffix("_text"), {"mrope_section": seen.pop("mrope_section")}
-    hub["rope_scaling"] = {"rope_type": "default"} | (hub["rope_scaling"] or {}) | AXES | sections
-    names = {"architectures": [ARCHITECTURES[hub["model_type"]][1]], "model_type": kind}
-    hub.pop("architectures")
-    tower = {"model_type": kind, "hidden_act": qwen3_vl.IMPLIED["hidden_act"]} | seen.pop("tower")
-    return names | outer | seen | {"text_config": hub, "vision_config": tower}
+    """Inverts `standard_form` for a model with a tower; a text model's keys stay as they are."""
+    return qwen3_vl.nested(hub, "rope_scaling", ARCHITECTURES[hub["model_type"]][1])
 
 
 FAMILY = Family(
@@ -371,17 +321,13 @@ FAMILY = Family(
         "*norm.weight": P(),
     },
     checkpoint_names={
-        "vision.patch_embed.*": "model.visual.patch_embed.proj.{}",
-        "vision.*": "model.visual.{}",
+        **qwen3_vl.CHECKPOINT_NAMES,
         "lm_head.*": "lm_head.{}",
         "layers.*.experts.*.weight": "model.layers.{}.experts.{}^T?",  # on the Hub; as transformers saves it, without
         "*": "model.{}",
     },
-    beginnings={"vision": {"model.visual.": "model.visual.", "model.": "model.language_model."}},
-    aliases={  # names in checkpoints with a vision tower: the releases', and those without `model.` before the tower
-        "model.language_model.": "model.",
-        "visual.": "model.visual.",
-    },
+    beginnings=qwen3_vl.BEGINNINGS,
+    aliases=qwen3_vl.ALIASES,
     redundant={"lm_head.weight": "model.embed_tokens.weight", "model.visual.*": None},
     parts={"vision": "its vision tower, so that the model takes images and videos"},
     implied={"hidden_act": OneOf(["silu", "swish"]), "norm_topk_prob": True},

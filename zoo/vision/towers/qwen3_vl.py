@@ -5,7 +5,8 @@ places, interpolated to the picture's shape, and by rotary positions along rows 
 become one feature of the text model. DeepStack (arXiv:2406.04334) makes further features in the same way of what some
 layers in between give, which the text model adds after its first layers.
 
-In the text a feature has three rotary coordinates (`placed`): where its picture begins, its row and its column.
+In the text a feature has three rotary coordinates (`placed`): where its picture begins, its row and its column. Both
+families nest their config.json alike (`flat`, `nested`).
 """
 
 import dataclasses
@@ -24,12 +25,13 @@ from kernels import Tokens, counted
 from kernels.mesh import BATCH, split_lookup
 from kernels.sums import spread
 from kernels.tokens import first_of_document
-from zoo.nn.cache import NEVER, AbstractCache, positions_of, split_over
+from zoo.nn.cache import NEVER, positions_of, split_over
+from zoo.nn.fields import part_config, text_config
 from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, erf_gelu, recomputed
-from zoo.nn.model import AbstractRowCache, Images
+from zoo.nn.model import AbstractRowCache, Images, OneOf
 from zoo.nn.rope import AbstractRotary, rotated
-from zoo.nn.stack import AbstractBlock, Stack
-from zoo.vision.model import AbstractTowerConfig, AbstractVision
+from zoo.nn.stack import AbstractBlock, Caches, Stack
+from zoo.vision.model import AbstractTowerConfig, AbstractVision, AbstractVisionKeys
 from zoo.vision.processors.qwen3_vl import Qwen3VL, Qwen3VLVideo
 
 
@@ -73,6 +75,29 @@ class Config(AbstractTowerConfig):
     @property
     def pixels(self) -> int:
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig(AbstractVisionKeys):
+    """The keys of a config.json about images; `tower` is its `vision_config`."""
+
+    tower: Config
+    mrope_section: tuple[int, ...]  # how many of the frequencies turn by each coordinate
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+
+    def check(self, hidden_size: int) -> None:
+        """Checks that the tower's features have the text model's `hidden_size`.
+
+        Raises:
+            ValueError: if they have another.
+        """
+        if (width := self.tower.out_hidden_size) != hidden_size:
+            raise ValueError(
+                f"vision_config has out_hidden_size={width}, but the text model's hidden_size is {hidden_size}."
+            )
 
 
 EPS = 1e-6  # of all norms
@@ -305,10 +330,25 @@ PARTITION_RULES = {  # under the tower's path
 }
 
 
+# Names of tensors in checkpoints: of the tower, and of the text model beside it.
+CHECKPOINT_NAMES = {
+    "vision.patch_embed.*": "model.visual.patch_embed.proj.{}",
+    "vision.*": "model.visual.{}",
+}
+BEGINNINGS = {"vision": {"model.visual.": "model.visual.", "model.": "model.language_model."}}
+ALIASES = {  # the releases' names, and those without `model.` before the tower
+    "model.language_model.": "model.",
+    "visual.": "model.visual.",
+}
+
+
 def placed(
-    at: Tokens, x: Float[Array, "batch seq embed"], images: Images | None, merge: int, lag: AbstractCache | None
-) -> tuple[Tokens, Lag | None]:
-    """Gives tokens the coordinates by which they are rotated, and returns how far later ones lag.
+    at: Tokens, x: Float[Array, "batch seq embed"], images: Images | None, tower: Tower | None, cache: Caches | None
+) -> tuple[Tokens, Caches | None, Caches]:
+    """Gives tokens the coordinates by which they are rotated.
+
+    Returns where the tokens stand, the caches of the model's layers, and what the model's new cache has behind those:
+    how far later tokens lag.
 
     A token of text goes one further along all axes. The features of an image all begin where it begins, and go further
     by row and column; what follows goes on after its longer side (Qwen2-VL, arXiv:2409.12191, section 2.1).
@@ -316,11 +356,16 @@ def placed(
     Args:
         at: where the tokens `x` stand.
         images: those of this call.
-        merge: how many patches along a side are a feature.
-        lag: from earlier calls, where there is a cache.
+        tower: None, without which tokens are text.
+        cache: the model's, from `AbstractModel.init_cache`.
     """
+    if tower is None:
+        return at, cache, ()
+    lag = None
+    if cache is not None:
+        cache, (lag,) = cache[:-1], cache[-1]
     if images is None and lag is None:
-        return at, None
+        return at, cache, ()
     before = jnp.zeros((len(x), 1), jnp.int32)
     if lag is not None:
         assert isinstance(lag, Lag), "as Model.init_cache has put it behind the layers' caches"
@@ -335,7 +380,7 @@ def placed(
         behind = jnp.zeros_like(before)
         rotary = positions - before
     else:
-        is_text, image = images.image < 0, jnp.maximum(images.image, 0)
+        is_text, image, merge = images.image < 0, jnp.maximum(images.image, 0), tower.config.spatial_merge_size
         rows, columns = (jnp.asarray(images.grids)[:, axis][image] // merge for axis in (0, 1))
         columns = jnp.maximum(columns, 1)
         ends = images.feature == rows * columns - 1
@@ -347,5 +392,65 @@ def placed(
         start = positions - before - lags
         row, column = (jnp.where(is_text, 0, way(images.feature, columns)) for way in (jnp.floor_divide, jnp.remainder))
         rotary = jnp.stack([start, start + row, start + column], axis=-1)
-    new = None if lag is None else Lag((before + behind).astype(jnp.int32).T, lag.layer)
-    return at._replace(rotary=rotary), new
+    new = () if lag is None else ((Lag((before + behind).astype(jnp.int32).T, lag.layer),),)
+    return at._replace(rotary=rotary), cache, new
+
+
+IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# Keys beside text_config that repeat what it says, or that `flat` reads.
+BESIDE = {"architectures", "model_type", "tie_word_embeddings", "vision_config", *IDS}
+# Keys of the text model that are written beside text_config.
+OUTSIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
+
+
+def flat(hub: Mapping[str, Any], silent: VisionConfig) -> dict[str, Any]:
+    """Brings a config.json of either form into the flat one, of the text model's keys with `vision` beside them.
+
+    The text model's rotary positions know nothing of axes: of text, the coordinates of all axes are the position.
+
+    Args:
+        hub: the file. A text model's is flat.
+        silent: values of the keys about images, and of `vision_config`, that the file leaves out.
+
+    Raises:
+        ValueError: for what `vision_config` says and the tower does not know, or if the axes do not take turns.
+    """
+    text: dict[str, Any] = dict(hub)
+    vision: dict[str, Any] | None = None
+    if "text_config" in hub:
+        kind = hub.get("model_type")
+        if (stated := hub.get("vision_config")) is not None:
+            implied = IMPLIED | {"model_type": OneOf([kind, f"{kind}_vision"])}
+            tower = part_config(Config, vars(silent.tower) | stated, implied, "vision_config")
+            ids = {key: hub[key] for key in IDS if hub.get(key) is not None}
+            vision = vars(silent) | ids | {"tower": tower}
+        text = {"model_type": f"{kind}_text"} | text_config(hub, BESIDE)
+        text["tie_word_embeddings"] = hub.get("tie_word_embeddings", False)  # this counts, and not text_config's own
+    for key in ("rope_parameters", "rope_scaling"):
+        if rope := text.get(key):
+            if not rope.get("mrope_interleaved", True):
+                raise ValueError(f"{key} says mrope_interleaved=False, but only true is implemented.")
+            if vision is not None and (sections := rope.get("mrope_section")) is not None:
+                vision["mrope_section"] = sections
+            text[key] = {name: rope[name] for name in rope if name not in ("mrope_interleaved", "mrope_section")}
+    return text if vision is None else text | {"vision": part_config(VisionConfig, vision, {}, "It")}
+
+
+def nested(hub: dict[str, Any], rope: str, architecture: str) -> dict[str, Any]:
+    """Inverts `flat` for a model with a tower; a text model's keys stay as they are.
+
+    Args:
+        hub: the flat form.
+        rope: the key of the text model's rotary positions, which gets their axes.
+        architecture: what transformers calls the model with its tower.
+    """
+    if (vision := hub.pop("vision")) is None:
+        return hub
+    outer = {key: hub.pop(key) for key in OUTSIDE if key in hub}
+    axes = {"mrope_interleaved": True, "mrope_section": vision.pop("mrope_section")}
+    hub[rope] = {"rope_type": "default"} | (hub[rope] or {}) | axes
+    hub.pop("architectures")
+    kind = hub["model_type"].removesuffix("_text")
+    tower = {"model_type": kind, "hidden_act": IMPLIED["hidden_act"]} | vision.pop("tower")
+    names = {"architectures": [architecture], "model_type": kind}
+    return names | outer | vision | {"text_config": hub, "vision_config": tower}
