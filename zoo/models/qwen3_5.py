@@ -25,21 +25,10 @@ from kernels.sums import scaled
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.delta import GatedDelta
-from zoo.nn.layers import (
-    AbstractExpertLinear,
-    AbstractLinear,
-    Conv1d,
-    Embedding,
-    ExpertLinear,
-    Float32,
-    GatedRMSNorm,
-    Linear,
-    OffsetRMSNorm,
-    swiglu,
-)
+from zoo.nn.layers import AbstractLinear, Conv1d, Embedding, Float32, GatedRMSNorm, Linear, OffsetRMSNorm, swiglu
 from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
-from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
+from zoo.nn.mtp import AbstractMTPModel, AbstractOneLayerMTP
 from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.rope import MultiAxisRotary, RopeScaling
 from zoo.nn.routing import Router
@@ -289,23 +278,9 @@ class MLP(eqx.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-class Experts(eqx.Module):
-    gate_up_proj: AbstractExpertLinear  # rows: first all of gate, then all of up
-    down_proj: AbstractExpertLinear
-
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        c, (gate_up, down) = config, jax.random.split(key)
-        self.gate_up_proj = ExpertLinear(c.num_experts, c.hidden_size, 2 * c.moe_intermediate_size, key=gate_up)
-        self.down_proj = ExpertLinear(c.num_experts, c.moe_intermediate_size, c.hidden_size, key=down)
-
-    def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        gate, up = moe.halves(self.gate_up_proj(x, sizes))
-        return self.down_proj(swiglu(gate, up), sizes)
-
-
 class MoE(eqx.Module):
     gate: Router
-    experts: Experts
+    experts: moe.GatedExperts
     shared_expert: MLP
     shared_expert_gate: Router  # of the one expert that all tokens go to
     top_k: int = eqx.field(static=True)
@@ -313,7 +288,7 @@ class MoE(eqx.Module):
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         c, (gate, experts, shared, shared_gate) = config, jax.random.split(key, 4)
         self.gate = Router(c.hidden_size, c.num_experts, key=gate)
-        self.experts = Experts(c, key=experts)
+        self.experts = moe.GatedExperts(c.num_experts, c.hidden_size, c.moe_intermediate_size, key=experts)
         self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size, key=shared)
         self.shared_expert_gate = Router(c.hidden_size, 1, key=shared_gate)
         self.top_k = c.num_experts_per_tok
@@ -365,12 +340,8 @@ class Block(AbstractDecoderBlock):
         return self.mixer.init_cache(layers, batch, length, dtype)
 
 
-class MTP(AbstractMTP):
-    """Multi-token prediction: `norm(layers[0](fc([pre_fc_norm_embedding(following), pre_fc_norm_hidden(x)])))`.
-
-    transformers leaves it out; this is how vLLM and SGLang compute it. `x` is from `Model.hidden`, so it is normed. Its
-    layer has attention.
-    """
+class MTP(AbstractOneLayerMTP):
+    """Multi-token prediction, by a layer with attention. transformers leaves it out."""
 
     pre_fc_norm_embedding: OffsetRMSNorm
     pre_fc_norm_hidden: OffsetRMSNorm
@@ -386,19 +357,9 @@ class MTP(AbstractMTP):
         self.layers = (Block(c, "full_attention", key=block),)
         self.norm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
 
-    def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        following: Float[Array, "batch seq embed"],
-        cache: AbstractCache | None,
-        at: Tokens,
-    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, moe.Routing | None]:
-        y = jnp.concatenate([self.pre_fc_norm_embedding(following), self.pre_fc_norm_hidden(x)], axis=-1)
-        y, cache, report = self.layers[0](self.fc(y), cache, at)
-        return self.norm(y), cache, report
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
-        return self.layers[0].init_cache(1, batch, length, dtype)
+    @property
+    def block(self) -> Block:
+        return self.layers[0]
 
 
 class Model(AbstractMTPModel, AbstractVisionModel):

@@ -36,7 +36,7 @@ from zoo.nn.layers import (
 )
 from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, Released, causal_keys
-from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
+from zoo.nn.mtp import AbstractMTPModel, AbstractOneLayerMTP
 from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.routing import Router
@@ -293,12 +293,8 @@ class Block(AbstractDecoderBlock):
         return self.mixer.init_cache(layers, batch, length, dtype)
 
 
-class MTP(AbstractMTP):
-    """Multi-token prediction: `norm(block(fc([pre_fc_norm_embedding(following), pre_fc_norm_hidden(x)])))`.
-
-    The block has attention and experts. `x` is from `Model.hidden`, so it is normed, as in vLLM and SGLang;
-    transformers drops the module.
-    """
+class MTP(AbstractOneLayerMTP):
+    """Multi-token prediction, by a layer with attention and experts. transformers drops the module."""
 
     pre_fc_norm_embedding: OffsetRMSNorm
     pre_fc_norm_hidden: OffsetRMSNorm
@@ -313,20 +309,6 @@ class MTP(AbstractMTP):
         self.fc = Linear(2 * c.hidden_size, c.hidden_size, key=project)
         self.block = Block(c, "full_attention", True, key=block)
         self.norm = OffsetRMSNorm(c.hidden_size, c.rms_norm_eps)
-
-    def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        following: Float[Array, "batch seq embed"],
-        cache: AbstractCache | None,
-        at: Tokens,
-    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, moe.Routing | None]:
-        y = jnp.concatenate([self.pre_fc_norm_embedding(following), self.pre_fc_norm_hidden(x)], axis=-1)
-        y, cache, report = self.block(self.fc(y), cache, at)
-        return self.norm(y), cache, report
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
-        return self.block.init_cache(1, batch, length, dtype)
 
 
 class Model(AbstractMTPModel):

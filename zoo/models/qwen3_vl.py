@@ -21,15 +21,7 @@ import kernels
 from kernels import Tokens
 from zoo.nn import moe
 from zoo.nn.cache import KV
-from zoo.nn.layers import (
-    AbstractExpertLinear,
-    AbstractLinear,
-    Embedding,
-    ExpertLinear,
-    Linear,
-    RMSNorm,
-    swiglu,
-)
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
 from zoo.nn.rope import MultiAxisRotary, RopeScaling
 from zoo.nn.routing import Router
@@ -184,30 +176,16 @@ class MLP(eqx.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-class Experts(eqx.Module):
-    gate_up_proj: AbstractExpertLinear  # rows: first all of gate, then all of up
-    down_proj: AbstractExpertLinear
-
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        c, (gate_up, down) = config, jax.random.split(key)
-        self.gate_up_proj = ExpertLinear(c.num_experts, c.hidden_size, 2 * c.moe_intermediate_size, key=gate_up)
-        self.down_proj = ExpertLinear(c.num_experts, c.moe_intermediate_size, c.hidden_size, key=down)
-
-    def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        gate, up = moe.halves(self.gate_up_proj(x, sizes))
-        return self.down_proj(swiglu(gate, up), sizes)
-
-
 class MoE(eqx.Module):
     gate: Router
-    experts: Experts
+    experts: moe.GatedExperts
     top_k: int = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
-        gate, experts = jax.random.split(key)
-        self.gate = Router(config.hidden_size, config.num_experts, key=gate)
-        self.experts = Experts(config, key=experts)
-        self.top_k = config.num_experts_per_tok
+        c, (gate, experts) = config, jax.random.split(key)
+        self.gate = Router(c.hidden_size, c.num_experts, key=gate)
+        self.experts = moe.GatedExperts(c.num_experts, c.hidden_size, c.moe_intermediate_size, key=experts)
+        self.top_k = c.num_experts_per_tok
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None

@@ -11,14 +11,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from kernels import mesh
 from kernels.backends.device import device
 from kernels.mesh import CONTEXT, EXPERT, FSDP, TENSOR
 from kernels.stacked import Stacked, read
 from kernels.sums import largest, permuted, scaled
-from zoo.nn.layers import AbstractExpertLinear
+from zoo.nn.layers import AbstractExpertLinear, ExpertLinear, swiglu
 
 
 # `experts(rows, sizes)` maps rows that are sorted by expert, of which each expert has so many.
@@ -106,6 +106,22 @@ def halves(y: Float[Array, "rows both"]) -> tuple[Float[Array, "rows half"], Flo
         pairs = [(p // 2, p % devices) for p in sent]
         received.append(jax.lax.ppermute(jnp.where(sends_second, second, first), mesh.TENSOR, pairs))
     return tuple(jnp.where(device % 2 == half, *received) for half in (0, 1))
+
+
+class GatedExperts(eqx.Module):
+    """A gated MLP for each expert, `down_proj(silu(gate) * up)`, whose gate and up are halves of one matrix."""
+
+    gate_up_proj: AbstractExpertLinear  # rows: first all of gate, then all of up
+    down_proj: AbstractExpertLinear
+
+    def __init__(self, experts: int, hidden: int, width: int, *, key: PRNGKeyArray):
+        gate_up, down = jax.random.split(key)
+        self.gate_up_proj = ExpertLinear(experts, hidden, 2 * width, key=gate_up)
+        self.down_proj = ExpertLinear(experts, width, hidden, key=down)
+
+    def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
+        gate, up = halves(self.gate_up_proj(x, sizes))
+        return self.down_proj(swiglu(gate, up), sizes)
 
 
 def _dispatch(experts: Experts, x: Array, chosen: Array, weights: Array, *, devices: int) -> Array:

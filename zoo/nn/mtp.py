@@ -6,14 +6,15 @@ Losses learn from it, and drafts of speculative decoding come from it.
 import abc
 
 import equinox as eqx
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels import Tokens
 from zoo.nn.cache import AbstractCache
-from zoo.nn.layers import Embedding
+from zoo.nn.layers import AbstractLinear, Embedding, OffsetRMSNorm
 from zoo.nn.model import AbstractModel
-from zoo.nn.stack import Report
+from zoo.nn.stack import AbstractDecoderBlock, Report
 
 
 class AbstractMTP(eqx.Module):
@@ -40,6 +41,33 @@ class AbstractMTP(eqx.Module):
     @abc.abstractmethod
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
         """An empty cache for positions 0 to `length` - 1 of each row."""
+
+
+class AbstractOneLayerMTP(AbstractMTP):
+    """A module of one layer: `norm(block(fc([pre_fc_norm_embedding(following), pre_fc_norm_hidden(x)])))`.
+
+    `x` is from `Model.hidden`, so it is normed, as in vLLM and SGLang.
+    """
+
+    pre_fc_norm_embedding: eqx.AbstractVar[OffsetRMSNorm]
+    pre_fc_norm_hidden: eqx.AbstractVar[OffsetRMSNorm]
+    fc: eqx.AbstractVar[AbstractLinear]
+    block: eqx.AbstractVar[AbstractDecoderBlock]
+    norm: eqx.AbstractVar[OffsetRMSNorm]
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        following: Float[Array, "batch seq embed"],
+        cache: AbstractCache | None,
+        at: Tokens,
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
+        y = jnp.concatenate([self.pre_fc_norm_embedding(following), self.pre_fc_norm_hidden(x)], axis=-1)
+        y, cache, report = self.block(self.fc(y), cache, at)
+        return self.norm(y), cache, report
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
+        return self.block.init_cache(1, batch, length, dtype)
 
 
 class AbstractMTPModel(AbstractModel):
