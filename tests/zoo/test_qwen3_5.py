@@ -104,7 +104,9 @@ def test_the_hubs_form(load, folder, model, tensors, tmp_path):
         (dict(text_config=CONFIG | dict(num_experts=0)), "num_experts=0, which qwen3_5_moe_text needs"),
         (dict(text_config=CONFIG | dict(layer_types=["full_attention"] * 3)), "layer_types has 3 entries"),
         (dict(text_config=CONFIG | dict(linear_num_value_heads=3)), "linear_num_value_heads=3 is no multiple of"),
+        (dict(text_config=CONFIG | dict(layer_types=["mamba"] * 4)), r"layer_types=\['mamba', "),
         (dict(text_config=CONFIG | dict(model_type="qwen3_5_moe")), "model_type='qwen3_5_moe' with"),
+        (dict(vision_config=dict(out_hidden_size=32, deepstack_visual_indexes=[8])), "but the text takes none"),
         (dict(text_config=CONFIG | dict(partial_rotary_factor=1.5, rope_parameters=None)), "partial_rotary_factor=1.5"),
     ],
 )

@@ -9,8 +9,8 @@ coordinates, which the frequencies of each head share in turn. Without the tower
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -24,10 +24,10 @@ from kernels import Tokens
 from kernels.sums import scaled
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache
-from zoo.nn.delta import GatedDelta
+from zoo.nn.delta import AbstractDeltaConfig, GatedDelta
 from zoo.nn.layers import AbstractLinear, Conv1d, Embedding, Float32, GatedRMSNorm, Linear, OffsetRMSNorm, swiglu
 from zoo.nn.mixer import AbstractMixer
-from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released
 from zoo.nn.mtp import AbstractMTPModel, AbstractOneLayerMTP
 from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.rope import MultiAxisRotary, RopeScaling
@@ -42,10 +42,12 @@ ARCHITECTURES = {
     "qwen3_5_text": ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
 }
+# Sizes that only a mixture has.
+MIXTURE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(AbstractMixtureConfig, AbstractVisionConfig):
+class Config(AbstractDeltaConfig, AbstractMixtureConfig, AbstractVisionConfig):
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -64,7 +66,7 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     linear_value_head_dim: int = 128
     linear_conv_kernel_dim: int = 4
     full_attention_interval: int = 4
-    layer_types: tuple[str, ...] = ()  # (): "full_attention" in each full_attention_interval-th, else linear
+    layer_types: tuple[Literal["linear_attention", "full_attention"], ...] = ()  # (): by full_attention_interval
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: float = 0.25
@@ -77,49 +79,23 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     architectures: tuple[str, ...] = ()
 
     def __post_init__(self):
-        # Fill in what follows from other fields, so that equivalent configs compare equal.
-        kind = self.model_type or ("qwen3_5_moe_text" if self.num_experts else "qwen3_5_text")
-        every, numbers = self.full_attention_interval, range(1, self.num_hidden_layers + 1)
-        types = self.layer_types or tuple("linear_attention" if n % every else "full_attention" for n in numbers)
-        object.__setattr__(self, "model_type", kind)
-        object.__setattr__(self, "architectures", self.architectures or ARCHITECTURES.get(kind, ())[:1])
-        object.__setattr__(self, "layer_types", types)
-        if refusal := next(self.refusals(), None):
-            raise ValueError(refusal)
-
-    def refusals(self) -> Iterator[str]:
-        """Yields a sentence for each rule that the values break."""
-        kind, types, vision = self.model_type, self.layer_types, self.vision
-        if kind not in ARCHITECTURES or self.architectures != ARCHITECTURES[kind][:1]:
-            known = "; ".join(f"{kind} with {name}" for kind, (name, _) in ARCHITECTURES.items())
-            yield f"model_type={kind!r} with architectures={list(self.architectures)} is not implemented: {known}."
-        mixture = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-        for name in ("intermediate_size", *mixture):
-            needed = (kind == "qwen3_5_moe_text") == (name in mixture)
-            if (getattr(self, name) > 0) != needed:
-                yield f"{name}={getattr(self, name)}, which {kind} {'needs' if needed else 'has not'}."
-        if len(types) != self.num_hidden_layers or not set(types) <= {"linear_attention", "full_attention"}:
-            yield (
-                f"layer_types has {len(types)} entries, of {', '.join(sorted(set(types)))}; it needs "
-                f"{self.num_hidden_layers}, of linear_attention and full_attention."
+        super().__post_init__()
+        kind = self.model_type or tuple(ARCHITECTURES)[self.num_experts > 0]
+        if kind not in ARCHITECTURES or self.architectures not in ((), ARCHITECTURES[kind][:1]):
+            known = "; ".join(f"{kind} with {text}" for kind, (text, _) in ARCHITECTURES.items())
+            raise ValueError(
+                f"model_type={kind!r} with architectures={list(self.architectures)} is not implemented: {known}."
             )
-        if (values := self.linear_num_value_heads) % (keys := self.linear_num_key_heads):
-            yield f"linear_num_value_heads={values} is no multiple of linear_num_key_heads={keys}."
-        if vision is not None:
-            vision.check(self.hidden_size)
-            if deep := vision.tower.deepstack_visual_indexes:
-                yield f"vision_config has deepstack_visual_indexes={list(deep)}, but the text takes none."
-
-    @property
-    def delta(self) -> GatedDelta:
-        """The recurrence of the linear layers."""
-        heads = self.linear_num_key_heads, self.linear_num_value_heads
-        return GatedDelta(*heads, self.linear_key_head_dim, self.linear_value_head_dim, self.linear_conv_kernel_dim)
-
-    def attention_products(self, layer: int, seq: int) -> float:
-        if self.layer_types[layer] == "linear_attention":
-            return self.delta.products
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+        object.__setattr__(self, "model_type", kind)
+        object.__setattr__(self, "architectures", ARCHITECTURES[kind][:1])
+        for name in ("intermediate_size", *MIXTURE):
+            needed = (kind == "qwen3_5_moe_text") == (name in MIXTURE)
+            if (getattr(self, name) > 0) != needed:
+                raise ValueError(f"{name}={getattr(self, name)}, which {kind} {'needs' if needed else 'has not'}.")
+        if self.vision is not None:
+            self.vision.check(self.hidden_size)
+            if deep := self.vision.tower.deepstack_visual_indexes:
+                raise ValueError(f"vision_config has deepstack_visual_indexes={list(deep)}, but the text takes none.")
 
 
 # fmt: off
@@ -398,11 +374,7 @@ class Model(AbstractMTPModel, AbstractVisionModel):
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Brings a config.json of either form into the flat one.
-
-    Raises:
-        ValueError: for what `vision_config` says and the tower does not know, or if the axes do not take turns.
-    """
+    """Brings a config.json of either form into the flat one, as `qwen3_vl.flat` does."""
     if "text_config" in hub:  # and beside it a key that changes nothing
         hub = {key: value for key, value in hub.items() if key != "language_model_only"}
     return qwen3_vl.flat(hub, VISION)

@@ -22,7 +22,7 @@ from kernels import Tokens
 from kernels.sums import scaled
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache
-from zoo.nn.delta import GatedDelta
+from zoo.nn.delta import AbstractDeltaConfig, GatedDelta
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -35,7 +35,7 @@ from zoo.nn.layers import (
     swiglu,
 )
 from zoo.nn.mixer import AbstractMixer
-from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, Released, causal_keys
+from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, Released
 from zoo.nn.mtp import AbstractMTPModel, AbstractOneLayerMTP
 from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.rope import RopeScaling, Rotary
@@ -44,7 +44,7 @@ from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(AbstractMixtureConfig):
+class Config(AbstractDeltaConfig, AbstractMixtureConfig):
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # width of the MLP in dense layers
@@ -73,29 +73,6 @@ class Config(AbstractMixtureConfig):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-
-    def __post_init__(self):
-        layers, every = range(self.num_hidden_layers), self.full_attention_interval
-        kinds = self.layer_types or tuple("linear_attention" if (n + 1) % every else "full_attention" for n in layers)
-        object.__setattr__(self, "layer_types", kinds)
-        if len(kinds) != len(layers):
-            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            raise ValueError(
-                f"linear_num_value_heads={self.linear_num_value_heads} is no multiple of "
-                f"linear_num_key_heads={self.linear_num_key_heads}."
-            )
-
-    def attention_products(self, layer: int, seq: int) -> float:
-        if self.layer_types[layer] == "linear_attention":
-            return self.delta.products
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
-
-    @property
-    def delta(self) -> GatedDelta:
-        """The recurrence of the linear layers."""
-        heads = self.linear_num_key_heads, self.linear_num_value_heads
-        return GatedDelta(*heads, self.linear_key_head_dim, self.linear_value_head_dim, self.linear_conv_kernel_dim)
 
     def sparse(self, layer: int) -> bool:
         """Whether this layer has experts."""

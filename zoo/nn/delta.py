@@ -3,6 +3,7 @@ text, behind a short convolution."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 from jax.typing import DTypeLike
@@ -12,6 +13,7 @@ import kernels
 from kernels import Tokens
 from kernels.delta_rule.shared import state_products
 from zoo.nn.layers import l2_normalized
+from zoo.nn.model import AbstractConfig, causal_keys
 from zoo.nn.recurrent import RecurrentCache, State, recur
 
 
@@ -90,3 +92,43 @@ class GatedDelta:
         """Makes an empty cache of so many layers. `dtype` is that of the convolution's inputs."""
         state = self.value_heads, self.key_dim, self.value_dim
         return RecurrentCache.init(layers, batch, state, (self.width - 1, self.channels), dtype)
+
+
+class AbstractDeltaConfig(AbstractConfig):
+    """The config of a model in which some layers have a gated delta rule, and the others attention."""
+
+    full_attention_interval: int
+    layer_types: tuple[Literal["linear_attention", "full_attention"], ...]  # (): by full_attention_interval
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+
+    def __post_init__(self) -> None:
+        """Fills in `layer_types` if it is empty, so that equivalent configs compare equal.
+
+        Raises:
+            ValueError: if it has too few entries or too many, or if key heads cannot be shared evenly.
+        """
+        layers, every = range(self.num_hidden_layers), self.full_attention_interval
+        kinds = self.layer_types or tuple("linear_attention" if (n + 1) % every else "full_attention" for n in layers)
+        object.__setattr__(self, "layer_types", kinds)
+        if len(kinds) != len(layers):
+            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads={self.linear_num_value_heads} is no multiple of "
+                f"linear_num_key_heads={self.linear_num_key_heads}."
+            )
+
+    @property
+    def delta(self) -> GatedDelta:
+        """The recurrence of the linear layers."""
+        heads = self.linear_num_key_heads, self.linear_num_value_heads
+        return GatedDelta(*heads, self.linear_key_head_dim, self.linear_value_head_dim, self.linear_conv_kernel_dim)
+
+    def attention_products(self, layer: int, seq: int) -> float:
+        if self.layer_types[layer] == "linear_attention":
+            return self.delta.products
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
