@@ -309,7 +309,7 @@ def test_remat_wraps_each_layer():
 
     def prevented(kinds):
         calls = []
-        remat = lambda layer, prevent_cse=True: calls.append(prevent_cse) or layer
+        remat = lambda layer, prevent_cse: calls.append(prevent_cse) or layer
         stack = Stack(lambda n, *, key: Block(key=key), kinds, key=jax.random.key(0)).with_remat(remat)
         jax.eval_shape(lambda x: stack(x)[0], jnp.ones((4, 32, 16)))
         return calls
