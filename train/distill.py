@@ -73,6 +73,10 @@ class DistillOptions(finetune.FineTuningOptions):
     mixture: Flat[DataOptions] = DataOptions()
     rows: Flat[PackingOptions] = PackingOptions()
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return ()
+
 
 def objective(
     model: AbstractModel,

@@ -99,6 +99,10 @@ class DPOOptions(finetune.FineTuningOptions):
     """Number of times through the data, if --steps is 0. 0: 1 epoch, but 4 for the embedded preferences."""
     mixture: Flat[DataOptions] = DataOptions()
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return ("vision",) * self.vision
+
 
 def objective(
     model: AbstractModel,

@@ -95,6 +95,10 @@ class GRPOOptions(finetune.FineTuningOptions):
     step: Flat[StepOfRollouts] = StepOfRollouts()
     validation: Flat[ValidationOfPrompts] = ValidationOfPrompts()
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return ("vision",) * self.vision
+
 
 def objective(
     model: AbstractModel,

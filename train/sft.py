@@ -45,7 +45,7 @@ class SFTOptions(finetune.FineTuningOptions):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return (*super().parts, *self.language.parts)
+        return ("vision",) * self.vision + self.language.parts
 
 
 def main(o: SFTOptions) -> None:

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from tests.reliability import trials
 from train.base.stop import StopRequest
 from train.run import resume
-from train.run.options import Options
+from train.sft import SFTOptions
 from train.state.checkpoint import Checkpoints
 from train.state.optim import adamw, rounded, sgd
 from train.state.state import TrainState, abstract_state, init_state
@@ -219,7 +219,7 @@ def test_a_file_that_cannot_be_read_is_no_damage(folder, monkeypatch):
 def test_fewer_steps_than_are_done(folder):
     kept, _ = checkpoints(folder)
     with pytest.raises(ValueError, match=rf"{folder} has done 2 steps, and --steps is 1: give 2 or more"):
-        resume.begin(Options.of(steps=1), folder, kept, abstract_state(model(), OPTIMIZER), {}, 1, at)
+        resume.begin(SFTOptions.of(steps=1), folder, kept, abstract_state(model(), OPTIMIZER), {}, 1, at)
 
 
 def test_one_that_is_asked_for(folder):

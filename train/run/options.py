@@ -1,5 +1,6 @@
 """The options that all training scripts share: groups, each declared beside the code that obeys it."""
 
+import abc
 import dataclasses
 import pathlib
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from train.watch.watch import WatchOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(CommandOptions):
+class Options(CommandOptions, abc.ABC):
     """The options of every training script. `train.run.defaults` fills in values that are left to us (0, -1, auto)."""
 
     help_group: ClassVar[Group] = Group.RUN
@@ -56,9 +57,9 @@ class Options(CommandOptions):
     chat: Chat = option(Chat(), rare=True)
 
     @property
+    @abc.abstractmethod
     def parts(self) -> tuple[str, ...]:
         """Names the optional parts of the model that the options request, see `zoo.load`."""
-        return ("vision",) * self.vision
 
     def refuse_vision(self, why: str) -> None:
         """Raises a ValueError if --vision is given. `why` is the reason why the script does not support it."""

@@ -63,7 +63,7 @@ Reports = tuple[tuple[Report, ...], ...]
 
 Remat = Callable[..., Callable]
 """Wraps a layer, so that the backward pass computes it again: `jax.checkpoint`, or that with a policy. Like
-`jax.checkpoint`, it takes `prevent_cse=False`."""
+`jax.checkpoint`, it takes `prevent_cse`."""
 
 
 class AbstractBlock(eqx.Module):
