@@ -677,7 +677,7 @@ def generation() -> Found:
     def adapters() -> Value:
         added = zoo.lora.add(model, rank=2, alpha=4.0, key=jax.random.key(5))
         moved = jax.tree.map(lambda a: a + 0.01, zoo.lora.split(added)[0])
-        joined = zoo.lora.joined(moved, zoo.lora.split(added)[1])
+        joined = zoo.lora.combine(moved, zoo.lora.split(added)[1])
         zoo.peft.save(joined, SCRATCH / "adapter", base="tiny")
         again = zoo.peft.load(model, SCRATCH / "adapter")
         return files(SCRATCH / "adapter") | {"text": zoo.generate(again, tokenizer, PROMPTS[0], max_new_tokens=8)}

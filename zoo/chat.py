@@ -17,7 +17,7 @@ import zoo
 from zoo.generation.generate import Encoded, encode
 from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import AbstractDraft, ModelDraft, MTPDraft
-from zoo.nn.model import AbstractModel, seeing
+from zoo.nn.model import AbstractModel, require_vision
 from zoo.text.harmony import Parts
 from zoo.text.tokenizer import Tokenizer
 from zoo.vision.open import open_image
@@ -156,7 +156,7 @@ class Conversation:
     def add_image(self, path: str) -> None:
         """Adds an image to the next message, unless the model takes none or the file cannot be read."""
         try:
-            seeing(self.model)
+            require_vision(self.model)
             open_image(path)
         except ValueError as error:
             self.console.print(f"[red]{rich.markup.escape(str(error))}[/]")

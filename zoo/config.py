@@ -13,7 +13,7 @@ import numpy as np
 from beartype.door import is_bearable
 
 from convert.formats import layouts
-from zoo.nn.fields import LEFT_BEHIND, NOT_CARRIED, alternatives, says_nothing, typed
+from zoo.nn.fields import LEFT_BEHIND, NOT_CARRIED, alternatives, is_ignorable, typed
 from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, Family
 from zoo.nn.rope import RopeScaling
 
@@ -103,7 +103,7 @@ def _values(family: Family, hub: Mapping[str, Any], where: str) -> dict[str, Any
             if value not in (allowed := _implemented(family, key)):
                 only = " and ".join(map(repr, allowed))
                 raise ValueError(f"{where} says {key}={value!r:.200}, but {family.name} implements only {only}.")
-        elif not says_nothing(key) and key not in NOT_CARRIED:
+        elif not is_ignorable(key) and key not in NOT_CARRIED:
             raise ValueError(
                 f"{where} has the key {key!r} (= {value!r:.200}), which {family.name} does not know. If it does not "
                 "change what the model computes, remove it from the file."
@@ -241,7 +241,7 @@ def _scaling(kind: Any, stated: Mapping[str, Any], lengths: Mapping[str, Any], w
 def write(config: AbstractConfig, family: Family, dtype: np.dtype) -> dict[str, Any]:
     """Make the config.json of a model: the inverse of `read`. Keys of the source that `read` skips are copied."""
     stated = _source_json(config, family)
-    carried = {key: value for key, value in stated.items() if says_nothing(key)}
+    carried = {key: value for key, value in stated.items() if is_ignorable(key)}
     carried.pop("torch_dtype", None)
     name = "dtype" if "dtype" in carried else "torch_dtype"  # transformers 5 writes `dtype`, and reads both
     implied = {key: alternatives(value)[0] for key, value in family.implied.items()}

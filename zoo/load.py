@@ -58,9 +58,8 @@ def load(
         quantize: store the weights of the layers' linear maps in "int8" or "fp8", with a scale per output, or in "nf4",
             four bits with a scale per 64 weights (`zoo.quantized`). Tensors are quantized one by one as they are read;
             all others keep their dtype.
-        parts: names of optional parts to load too, as the family's `FAMILY.parts` lists them. Qwen3-Next,
-            Qwen3.5 to 3.8, Nemotron 3 Super, DeepSeek V3 and R1 have "mtp", a module that predicts the token after the
-            next.
+        parts: names of optional parts to load too, of the family's `FAMILY.parts`: "vision", a tower for images; "mtp",
+            a module that predicts the token after the next.
         verify: before reading a folder that `save` wrote, check its files against the hashes beside them, at 1 to 2
             GB/s per core. Several processes share this work. False skips it.
         check_values: while reading, refuse tensors with NaN or infinities, and matrices of zeros alone (biases and
@@ -109,7 +108,7 @@ def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = Fa
     Args:
         model: from `load`, or trained.
         folder: where to write; it is made if it is missing.
-        fp8: store matrices in 8 bits, with a float32 scale for each block of 128 x 128, as DeepSeek V3 is published.
+        fp8: store matrices in 8 bits, with a float32 scale for each block of 128 x 128.
 
     Raises:
         ValueError: the folder cannot hold a part of the model, such as an adapter, or a module of another class than

@@ -155,7 +155,7 @@ def split(model: T) -> tuple[T, T | None]:
     return eqx.partition(model, jax.tree.map(is_trained, model, is_leaf=lambda m: isinstance(m, ADAPTERS)))
 
 
-def joined(model: T, frozen: T | None) -> T:
+def combine(model: T, frozen: T | None) -> T:
     """Inverts `split`: returns the whole model."""
     return model if frozen is None else eqx.combine(model, frozen)
 

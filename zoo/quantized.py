@@ -135,7 +135,7 @@ class QuantizedLinear(AbstractLinear):
         return dequantize_weight(read(self.weight), self.scale, self.format)
 
     def partition_specs(self, spec: P) -> "QuantizedLinear":
-        return placed(self, spec)
+        return quantized_specs(self, spec)
 
 
 class QuantizedExpertLinear(AbstractExpertLinear):
@@ -174,7 +174,7 @@ class QuantizedExpertLinear(AbstractExpertLinear):
         return eqx.tree_at(lambda m: (m.scale, m.bias), self, (scale, bias), is_leaf=lambda x: x is None)
 
     def partition_specs(self, spec: P) -> "QuantizedExpertLinear":
-        return placed(self, spec)
+        return quantized_specs(self, spec)
 
 
 def shape(weight: Shaped[Array, "..."], format: Format) -> tuple[int, ...]:
@@ -182,7 +182,7 @@ def shape(weight: Shaped[Array, "..."], format: Format) -> tuple[int, ...]:
     return (*weight.shape[:-1], 2 * weight.shape[-1]) if format == "nf4" else weight.shape
 
 
-def placed(linear: Any, spec: P) -> Any:
+def quantized_specs(linear: Any, spec: P) -> Any:
     """Replaces each array of a quantised linear map, or of experts', by its `PartitionSpec`; `spec` is the weight's."""
     rows = P(*spec[:-1])
     scale = P(*rows, None) if linear.format == "nf4" else rows  # a row may have too few blocks to split them
@@ -220,8 +220,8 @@ class LowPrecisionLinear(AbstractLinear):
         return self.weight
 
     def partition_specs(self, spec: P) -> "LowPrecisionLinear":
-        placed = eqx.tree_at(lambda m: m.weight, self, spec)
-        return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
+        quantized_specs = eqx.tree_at(lambda m: m.weight, self, spec)
+        return quantized_specs if self.bias is None else eqx.tree_at(lambda m: m.bias, quantized_specs, P(*spec[:1]))
 
 
 class LowPrecisionExpertLinear(AbstractExpertLinear):
@@ -249,5 +249,5 @@ class LowPrecisionExpertLinear(AbstractExpertLinear):
         return self if self.bias is None else eqx.tree_at(lambda m: m.bias, self, on_first(self.bias, axis))
 
     def partition_specs(self, spec: P) -> "LowPrecisionExpertLinear":
-        placed = eqx.tree_at(lambda m: m.weight, self, spec)
-        return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:2]))
+        quantized_specs = eqx.tree_at(lambda m: m.weight, self, spec)
+        return quantized_specs if self.bias is None else eqx.tree_at(lambda m: m.bias, quantized_specs, P(*spec[:2]))

@@ -143,7 +143,7 @@ def test_the_reference_is_the_model_without_adapters(folder, model, batch):
     o, base = options(folder, pathlib.Path(), kl=0.1), model
     adapted = lora.add(base, rank=2, alpha=2.0, key=jax.random.key(0))
     moved = jax.tree.map(lambda a: a + 0.1, lora.split(adapted)[0])
-    adapted = lora.joined(moved, lora.split(adapted)[1])
+    adapted = lora.combine(moved, lora.split(adapted)[1])
     loss = jax.jit(lambda model, reference: grpo.objective(model, batch, reference, options=o)[0])
     np.testing.assert_allclose(loss(adapted, None), loss(adapted, base), rtol=1e-6)
 

@@ -26,7 +26,7 @@ import transformers
 import zoo
 from tests.zoo import make_golden, tiny
 from zoo import registry
-from zoo.nn.fields import says_nothing
+from zoo.nn.fields import is_ignorable
 
 
 TOKENS = tiny.TOKENS[:1]
@@ -86,7 +86,7 @@ def mutate(hub: dict[str, Any], draw: random.Random) -> dict[str, Any]:
             continue
         seldom = draw.random() < 0.1  # keys that do not affect the model
         key = draw.choice(
-            [key for key in hub if says_nothing(key) == seldom and key not in MEANT_OTHERWISE] or list(hub)
+            [key for key in hub if is_ignorable(key) == seldom and key not in MEANT_OTHERWISE] or list(hub)
         )
         if draw.random() < 0.15:
             del hub[key]

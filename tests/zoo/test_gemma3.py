@@ -53,7 +53,7 @@ def test_an_image_is_seen_both_ways(load_vision):
     @eqx.filter_jit
     def causal(model, tokens, images, features):
         x = model.embed_tokens(jnp.where(images.image < 0, tokens, 0)) * jnp.asarray(32**0.5)
-        x, _, _ = model.layers(images.instead_of(x, features))
+        x, _, _ = model.layers(images.splice(x, features))
         return model.unembed(model.norm(x))
 
     arguments = jnp.asarray(case.prompts), case.images(), jnp.asarray(golden["features"])

@@ -254,7 +254,7 @@ def test_adapters_over_four_bits(load, name):
     @jax.jit
     @jax.value_and_grad
     def loss(adapters, frozen):
-        logits = lora.joined(adapters, frozen)(tokens[:, :-1])
+        logits = lora.combine(adapters, frozen)(tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     before, gradients = loss(adapters, frozen)

@@ -50,7 +50,7 @@ def test_added_split_and_merged(load):
     adapters, frozen = lora.split(adapted)
     assert {a.shape[-2] for p, a in jax.tree_util.tree_leaves_with_path(adapters) if p[-1].name == "a"} == {3}
     assert len(jax.tree.leaves(frozen)) == len(jax.tree.leaves(model))
-    assert same(lora.joined(adapters, frozen), adapted)
+    assert same(lora.combine(adapters, frozen), adapted)
     logits, merged = forward(adapted, TOKENS), eqx.filter_jit(lora.merge)(adapted)
     assert error(logits, plain) > 0.05
     assert error(forward(merged, TOKENS), logits) < 1e-4

@@ -28,9 +28,9 @@ from tests.zoo.seeing import gemma3
 from tests.zoo.test_images import png
 from tests.zoo.test_serve import CHAT, Running
 from zoo.generation.decoding import check_rewinds, prefill
-from zoo.generation.engine import Engine, bucket, joined, padded
+from zoo.generation.engine import Engine, batched_images, bucket, padded
 from zoo.generation.speculative import ModelDraft
-from zoo.nn.fields import says_nothing
+from zoo.nn.fields import is_ignorable
 from zoo.nn.layers import AbstractLinear, Linear
 from zoo.nn.model import Images
 from zoo.registry import family_of
@@ -190,7 +190,9 @@ def test_decoding_after_images(untyped, load_vision, name):
         each.append(own if len(which) else None)
     prompts = [prompt[:length].tolist() for prompt, length in zip(case.prompts, lengths, strict=True)]
     longest = bucket(seq)
-    state = prefill(model, None, *padded(prompts, rows, longest), longest + NEW, None, joined(each, rows, longest))
+    state = prefill(
+        model, None, *padded(prompts, rows, longest), longest + NEW, None, batched_images(each, rows, longest)
+    )
     first = np.asarray(state.logits)
     for row, length in enumerate(lengths):
         assert error(first[row], golden[row, length - 1]) < 1e-4
@@ -246,7 +248,7 @@ def test_export_is_bit_equal(load_vision, vision_folders, name, tmp_path):
     for part, beyond in (("text_config", None), ("vision_config", {}), (None, common)):
         old, new = (hub.pop(part) if part else hub for hub in (told, written))
         start = f"{part}." if part else ""
-        differ += [start + key for key in old if not says_nothing(key) and (key not in new or new[key] != old[key])]
+        differ += [start + key for key in old if not is_ignorable(key) and (key not in new or new[key] != old[key])]
         assert beyond is None or {key: new[key] for key in new.keys() - old.keys()}.items() <= beyond.items()
     assert sorted(differ) == sorted(case.restated)
 

@@ -129,7 +129,7 @@ def training(
             remat=REMAT[remat], microbatches=microbatches,
         )  # fmt: skip
         step = jit_train_step(state, recipe)
-    kinds = {"parameters": lora.joined(state.model, rest), "optimizer": state.opt_state, "batch": data}
+    kinds = {"parameters": lora.combine(state.model, rest), "optimizer": state.opt_state, "batch": data}
     kinds |= {"reference": reference} if reference is not None else {}
     one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=moment_sharding(a, a.shape))
     return Program(step, (state, data, rest, reference), kinds, jax.tree.map(one, trained), seen_pairs(config, seq))

@@ -62,7 +62,7 @@ def sampling(
         group: number of completions of each prompt.
     """
     state, _, kept, reference = update.arguments
-    held = lora.joined(here(state.model), kept)  # arrays in the host's memory are copied to its devices for sampling
+    held = lora.combine(here(state.model), kept)  # arrays in the host's memory are copied to its devices for sampling
     model = eqx.filter_eval_shape(functools.partial(cast, dtype=jnp.bfloat16), held)
     at = lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
     everywhere, rows_of = NamedSharding(mesh, P()), lambda spec: NamedSharding(mesh, spec)

@@ -49,7 +49,7 @@ class Run:
     new: bool  # whether the run begins here
 
     def model(self) -> Any:
-        return lora.joined(to_device(self.state.model), self.trained.frozen)
+        return lora.combine(to_device(self.state.model), self.trained.frozen)
 
     def done(self) -> bool:
         return self.n >= self.options.optim.steps or self.validation.out_of_patience(self.n)

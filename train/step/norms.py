@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from kernels import Tokens
 from train.step.microbatches import per, split
 from train.step.step import Batch, Recipe
-from zoo.lora import joined
+from zoo.lora import combine
 from zoo.nn.cache import AbstractCache
 from zoo.nn.stack import AbstractBlock, Report, Stack
 from zoo.surgery import cast, modules, path_name, with_remat
@@ -84,7 +84,7 @@ def jit_norms(recipe: Recipe) -> Callable[..., Any]:
         part = jax.tree.map(lambda a: a[0], split(batch, recipe.microbatches))
 
         def loss(low: Any) -> tuple[Array, list[Size]]:
-            model = sized(joined(eqx.combine(low, fixed), cast(frozen, recipe.compute_dtype)))
+            model = sized(combine(eqx.combine(low, fixed), cast(frozen, recipe.compute_dtype)))
             total, count, _, reports = recipe.objective(with_remat(model, recipe.remat), part, reference)
             is_size = lambda m: isinstance(m, Size)
             return per(count, total), [size for size in jax.tree.leaves(reports, is_leaf=is_size) if is_size(size)]

@@ -19,7 +19,7 @@ from train.step.microbatches import per, split, summed
 from train.step.neftune import noisy
 from train.step.router import mean_of_layers, router_loss, routings_of
 from train.step.update import Check, check_step, updated
-from zoo.lora import joined
+from zoo.lora import combine
 from zoo.nn.model import AbstractModel
 from zoo.nn.stack import Reports
 from zoo.surgery import cast, with_remat
@@ -99,7 +99,7 @@ def train_step(
     tokens = jnp.sum(batch["segments"] != 0)
 
     def evaluate(parameters: Any, part: Batch, keys: Key[Array, " batch"], means: Scalars | None = None) -> Losses:
-        model = joined(eqx.combine(parameters, rest), cast(frozen, recipe.compute_dtype))
+        model = combine(eqx.combine(parameters, rest), cast(frozen, recipe.compute_dtype))
         model = noisy(model, part["segments"], alpha=recipe.neftune, keys=keys) if recipe.neftune else model
         return recipe.objective(with_remat(model, recipe.remat), part, reference, means)
 

@@ -22,7 +22,7 @@ from zoo.generation import decoding, speculative
 from zoo.generation.decoding import Rows, State, check_rewinds, init_state, insert, prefill
 from zoo.generation.sampling import Sampling, SamplingOptions, settings
 from zoo.generation.speculative import AbstractDraft
-from zoo.nn.model import AbstractModel, Images, filled, seeing
+from zoo.nn.model import AbstractModel, Images, pad_patches, require_vision
 from zoo.weights.gather import gathered
 
 
@@ -148,7 +148,7 @@ class Engine:
         if sampling.stop:
             raise ValueError("The engine knows tokens and no text, so it takes no stop strings: `generate` does.")
         if images is not None:
-            seeing(self.model)
+            require_vision(self.model)
         if images is not None and self.draft is not None:
             raise ValueError("A draft takes no images: generate without one.")
         if len(prompt) + new > self.max_tokens:
@@ -253,7 +253,7 @@ class Engine:
                 break
             chosen.append(group)
         prompts, lengths = padded([g.prompt for g in chosen], bucket(len(chosen), 1), min(seq, self.max_tokens))
-        images = joined([g.images for g in chosen], *prompts.shape)
+        images = batched_images([g.images for g in chosen], *prompts.shape)
         read = prefill(self.model, self.draft, prompts, lengths, self.max_tokens, self.cache_dtype, images)
         for group in self._groups:  # drops other groups' prefills, so that there is one such cache at a time
             group.read = None
@@ -358,7 +358,7 @@ def padded(
     return tokens, lengths
 
 
-def joined(each: Sequence[Images | None], rows: int, seq: int) -> Images | None:
+def batched_images(each: Sequence[Images | None], rows: int, seq: int) -> Images | None:
     """Joins the images of prompts into those of a padded batch [rows, seq]; None if there are no images.
 
     The last image is repeated until their number is a power of two, so that few shapes are compiled.
@@ -367,7 +367,7 @@ def joined(each: Sequence[Images | None], rows: int, seq: int) -> Images | None:
         return None
     up = lambda x, size: np.concatenate([x, x[-1:].repeat(size - len(x), axis=0)])
     patches, grids = (
-        filled([np.asarray(one) for images in some for one in images.patches]),
+        pad_patches([np.asarray(one) for images in some for one in images.patches]),
         [images.grids for images in some],
     )
     patches, grids = (up(x, bucket(len(patches), 1)) for x in (patches, np.concatenate(grids)))

@@ -159,7 +159,7 @@ def _pieces(engine: Engine, completion: Completion, decoder: Stream, stop: Seque
         text += "".join(map(decoder.push, new[:-1] if ended else new))
         if (at := first(text, stop)) is not None:
             text, ended = text[:at], True
-        held = 0 if ended else begun(text, stop)
+        held = 0 if ended else partial_stop_length(text, stop)
         if len(text) - held > shown:
             yield text[shown : len(text) - held]
             shown = len(text) - held
@@ -214,7 +214,7 @@ def first(text: str, stop: Sequence[str]) -> int | None:
     return min((at for s in stop if (at := text.find(s)) >= 0), default=None)
 
 
-def begun(text: str, stop: Sequence[str]) -> int:
+def partial_stop_length(text: str, stop: Sequence[str]) -> int:
     """Counts the characters at the end of a text that may be the beginning of a stop string."""
     lengths = ((s, n) for s in stop for n in range(1, min(len(s), len(text) + 1)))
     return max((n for s, n in lengths if text.endswith(s[:n])), default=0)

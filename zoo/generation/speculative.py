@@ -103,7 +103,7 @@ class AbstractDraft(eqx.Module):
 class ModelDraft(AbstractDraft):
     """A draft by another model of the same vocabulary. It reads only the `following` tokens, at their own positions.
 
-    The vocabularies may be padded to different sizes, as those of Qwen2.5's and Gemma 3's small and large models are.
+    The vocabularies may be padded to different sizes, as those of a family's small and large models often are.
     """
 
     model: AbstractModel
@@ -131,7 +131,7 @@ class ModelDraft(AbstractDraft):
 class MTPDraft(AbstractDraft):
     """A draft by the model's own module for the token after the next. For further tokens it reads its own features.
 
-    DeepSeek V3, R1, Qwen3-Next, Qwen3.5 to 3.8 and Nemotron 3 Super have one; `zoo.load(..., parts=("mtp",))` loads it.
+    Models of families with the part "mtp" have one: `zoo.load(..., parts=("mtp",))` loads it.
     """
 
     model: AbstractModel

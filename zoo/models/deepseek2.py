@@ -152,7 +152,7 @@ class Block(AbstractDecoderBlock):
     def __init__(self, config: Config, kind: str, *, key: PRNGKeyArray):
         c, (attention, mlp) = config, jax.random.split(key)
         yarn = c.rope_scaling
-        mscale = yarn.grown(yarn.mscale_all_dim or 0) if yarn else 1.0
+        mscale = yarn.yarn_mscale(yarn.mscale_all_dim or 0) if yarn else 1.0
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = LatentAttention(
             c,

@@ -268,7 +268,7 @@ class Model(AbstractVisionModel):
         x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         if images is not None:  # features of images are not scaled
             assert self.vision is not None, "`hidden` refuses images where there is no tower"
-            x = images.instead_of(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
+            x = images.splice(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
             at = at._replace(spans=images.image)
         x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), cache, reports

@@ -183,7 +183,7 @@ class Experts(eqx.Module):
         self.output_linear = ExpertLinear(c.num_local_experts, c.intermediate_size, c.hidden_size, key=out)
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        return self.output_linear(swiglu(*moe.halves(self.input_linear(x, sizes))), sizes)
+        return self.output_linear(swiglu(*moe.split_gate_up(self.input_linear(x, sizes))), sizes)
 
 
 class MoE(eqx.Module):

@@ -233,7 +233,7 @@ class Experts(eqx.Module):
         self.down_proj = ExpertLinear(c.num_local_experts, c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        gate, up = moe.halves(self.gate_up_proj(x, sizes))
+        gate, up = moe.split_gate_up(self.gate_up_proj(x, sizes))
         return self.down_proj(swiglu(gate, up), sizes)
 
 

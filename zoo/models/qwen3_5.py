@@ -178,10 +178,11 @@ class Attention(AbstractMixer):
         q, gate = jnp.split(heads(self.q_proj(x), 2 * self.head_dim), 2, axis=-1)
         q = self.rotary(self.q_norm(q), at)
         k = self.rotary(self.k_norm(heads(self.k_proj(x), self.head_dim)), at)
-        v, kv = heads(self.v_proj(x), self.head_dim), at
+        v = heads(self.v_proj(x), self.head_dim)
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
-        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5) * jax.nn.sigmoid(gate)
+            cache, k, v, k_at = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.head_dim**-0.5) * jax.nn.sigmoid(gate)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV:
@@ -348,7 +349,7 @@ class Model(AbstractMTPModel, AbstractVisionModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
-        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        """Initialise random weights, in float32, with these of `FAMILY.parts`; (): the text model alone."""
         c, (embed, layers, head, *mtp) = by_parts(config, parts), jax.random.split(key, 5)
         if "mtp" in parts and c.mtp_num_hidden_layers != 1:
             raise ValueError(f"The part mtp needs mtp_num_hidden_layers=1, not {c.mtp_num_hidden_layers}.")
@@ -365,9 +366,9 @@ class Model(AbstractMTPModel, AbstractVisionModel):
         self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed(tokens, images)
-        at, cache, lag = qwen3_vl.placed(at, x, images, self.vision, cache)
+        at, cache, delta = qwen3_vl.with_coordinates(at, x, images, self.vision, cache)
         x, cache, reports = self.layers(x, cache, at)
-        return self.norm(x), None if cache is None else (*cache, *lag), reports
+        return self.norm(x), None if cache is None else (*cache, *delta), reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
@@ -388,7 +389,7 @@ def published_form(hub: dict[str, Any]) -> dict[str, Any]:
     return qwen3_vl.nested(hub, "rope_parameters", ARCHITECTURES[hub["model_type"]][1])
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="Qwen3.5, Qwen3.6, Qwen3.8",
     Config=Config,
     Model=Model,

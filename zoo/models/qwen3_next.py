@@ -124,10 +124,11 @@ class Attention(AbstractMixer):
         q, gate = jnp.split(self.q_proj(x).reshape(*x.shape[:2], -1, 2 * self.head_dim), 2, axis=-1)
         q = self.rotary(self.q_norm(q), at)
         k = self.rotary(self.k_norm(heads(self.k_proj(x))), at)
-        v, kv = heads(self.v_proj(x)), at
+        v = heads(self.v_proj(x))
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
-        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5)
+            cache, k, v, k_at = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.head_dim**-0.5)
         y = y * jax.nn.sigmoid(gate)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
@@ -297,7 +298,7 @@ class Model(AbstractMTPModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
-        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        """Initialise random weights, in float32, with these of `FAMILY.parts`; (): none."""
         c, (embed, layers, head, *mtp) = config, jax.random.split(key, 5)
         kinds = [(kind, c.sparse(n)) for n, kind in enumerate(c.layer_types)]
         self.config = c
@@ -318,7 +319,7 @@ class Model(AbstractMTPModel):
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="Qwen3-Next, Qwen3-Coder-Next",
     Config=Config,
     Model=Model,

@@ -79,7 +79,7 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
             self.vision.check(self.hidden_size)
 
     def attention_products(self, layer: int, seq: int) -> float:
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)  # 2: scores, values
 
     def sparse(self, layer: int) -> bool:
         """Whether this layer has experts."""
@@ -154,10 +154,11 @@ class Attention(eqx.Module):
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(self.q_norm(heads(self.q_proj(x))), at)
         k = self.rotary(self.k_norm(heads(self.k_proj(x))), at)
-        v, kv = heads(self.v_proj(x)), at
+        v = heads(self.v_proj(x))
+        k_at = at  # where the keys stand
         if cache is not None:
-            cache, k, v, kv = cache.update(k, v, at)
-        y = kernels.attention(q, k, v, at, kv, scale=self.head_dim**-0.5)
+            cache, k, v, k_at = cache.update(k, v, at)
+        y = kernels.attention(q, k, v, at, k_at, scale=self.head_dim**-0.5)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
@@ -234,7 +235,7 @@ class Model(AbstractVisionModel):
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
-        """Initialise random weights, in float32, with these of `FAMILY.parts`."""
+        """Initialise random weights, in float32, with these of `FAMILY.parts`; (): the text model alone."""
         c, (embed, layers, head, tower) = by_parts(config, parts), jax.random.split(key, 4)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -252,12 +253,12 @@ class Model(AbstractVisionModel):
         x, deep = self.embed_text(tokens, images), []
         if self.vision is not None and images is not None:
             features, *deep = self.vision.levels(jnp.asarray(images.patches), jnp.asarray(images.grids))
-            x = images.instead_of(x, features)
+            x = images.splice(x, features)
             # A model of fewer layers than the tower has levels takes the first levels.
-            deep = [images.instead_of(jnp.zeros_like(x), level) for level in deep[: self.layers.num_layers]]
-        at, cache, lag = qwen3_vl.placed(at, x, images, self.vision, cache)
+            deep = [images.splice(jnp.zeros_like(x), level) for level in deep[: self.layers.num_layers]]
+        at, cache, delta = qwen3_vl.with_coordinates(at, x, images, self.vision, cache)
         x, cache, reports = self.layers(x, cache, at, deep)
-        return self.norm(x), None if cache is None else (*cache, *lag), reports
+        return self.norm(x), None if cache is None else (*cache, *delta), reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
@@ -278,7 +279,7 @@ def published_form(hub: dict[str, Any]) -> dict[str, Any]:
     return qwen3_vl.nested(hub, "rope_scaling", ARCHITECTURES[hub["model_type"]][1])
 
 
-FAMILY = Family(
+FAMILY = Family(  # zoo/nn/model.py explains the fields
     title="Qwen3-VL",
     Config=Config,
     Model=Model,

@@ -131,4 +131,4 @@ class AbstractDeltaConfig(AbstractConfig):
     def attention_products(self, layer: int, seq: int) -> float:
         if self.layer_types[layer] == "linear_attention":
             return self.delta.products
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)
+        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq)  # 2: scores, values

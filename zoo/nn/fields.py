@@ -61,7 +61,7 @@ MOST = {"num_hidden_layers": 100_000, "n_layer": 100_000}
 NOT_CARRIED = {"auto_map", "quantization_config"}
 
 
-def says_nothing(key: str) -> bool:
+def is_ignorable(key: str) -> bool:
     """Whether a key of config.json does not affect what the model computes."""
     return key in NOT_THE_MODEL or key in LEFT_BEHIND or DROPOUT.fullmatch(key) is not None
 
@@ -117,7 +117,7 @@ def part_config(kind: type[T], stated: Mapping[str, Any], implied: Mapping[str, 
         elif key in implied and value not in alternatives(implied[key]):
             only = " and ".join(map(repr, alternatives(implied[key])))
             raise ValueError(f"{name} says {key}={value!r:.200}, but only {only} is implemented.")
-        elif key not in implied and not says_nothing(key) and value is not None:
+        elif key not in implied and not is_ignorable(key) and value is not None:
             raise ValueError(f"{name} has the key {key!r} (= {value!r:.200}), which is not known here.")
     return kind(**values)
 

@@ -119,9 +119,9 @@ class Images(eqx.Module):
         image[here] = np.repeat(np.arange(len(patches)), counts)
         feature[here] = np.concatenate([np.arange(n) for n in counts])
         shapes = [(1, len(one)) for one in patches] if grids is None else grids
-        return cls(filled(patches), np.asarray(shapes, np.int32), image, feature)
+        return cls(pad_patches(patches), np.asarray(shapes, np.int32), image, feature)
 
-    def instead_of(
+    def splice(
         self, x: Float[Array, "batch seq embed"], features: Float[Array, "images tokens embed"]
     ) -> Float[Array, "batch seq embed"]:
         """Puts features in the place of the tokens that stand for them."""
@@ -131,7 +131,7 @@ class Images(eqx.Module):
         return jnp.where(self.image[..., None] < 0, x, found)
 
 
-def filled(patches: Sequence[np.ndarray] | np.ndarray, most: int = 0) -> np.ndarray:
+def pad_patches(patches: Sequence[np.ndarray] | np.ndarray, most: int = 0) -> np.ndarray:
     """Stacks the patches of images, [images, patches, pixels], filled up to `most` or to what the largest has."""
     most = max(most, *map(len, patches))
     return np.stack([np.pad(one, ((0, most - len(one)), (0, 0))) for one in patches])
@@ -184,7 +184,11 @@ class AbstractModel(eqx.Module):
             ValueError: for images, if the model takes none.
         """
         at = Tokens(positions, segments)
-        return self.forward(tokens, cache, at) if images is None else seeing(self).forward(tokens, cache, at, images)
+        return (
+            self.forward(tokens, cache, at)
+            if images is None
+            else require_vision(self).forward(tokens, cache, at, images)
+        )
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
         """An empty cache for positions 0 to `length` - 1 of each row.
@@ -192,7 +196,7 @@ class AbstractModel(eqx.Module):
         It has the caches of the layers, and behind them that of the tower if it has one (`AbstractTower.cache`).
         """
         caches = self.layers.init_cache(batch, length, dtype)
-        cache = self.vision.cache if sees(self) and self.vision is not None else None
+        cache = self.vision.cache if has_vision(self) and self.vision is not None else None
         return (*caches, (cache.init(batch),)) if cache else caches
 
     def __call__(
@@ -267,25 +271,25 @@ class AbstractVisionModel(AbstractModel):
             return self.embed_tokens(tokens)
         assert self.vision is not None, "`hidden` refuses images where there is no tower"
         x = self.embed_text(tokens, images)
-        return images.instead_of(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
+        return images.splice(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
 
     def embed_text(self, tokens: Int[Array, "batch seq"], images: Images | None) -> Float[Array, "batch seq embed"]:
         """Embeds tokens; those that stand for images, whose ids may be beyond the table, become that of token 0."""
         return self.embed_tokens(tokens if images is None else jnp.where(images.image < 0, tokens, 0))
 
 
-def sees(model: AbstractModel) -> TypeGuard[AbstractVisionModel]:
+def has_vision(model: AbstractModel) -> TypeGuard[AbstractVisionModel]:
     """Whether the model takes images: it can, and has the part for it."""
     return isinstance(model, AbstractVisionModel) and model.vision is not None
 
 
-def seeing(model: AbstractModel) -> AbstractVisionModel:
+def require_vision(model: AbstractModel) -> AbstractVisionModel:
     """The model, which takes images.
 
     Raises:
         ValueError: if it takes none, saying which does.
     """
-    if sees(model):
+    if has_vision(model):
         return model
     if isinstance(model, AbstractVisionModel):
         raise ValueError('The model was loaded without its vision tower, and so takes no images: parts=("vision",).')

@@ -90,7 +90,7 @@ def top_k(
     return jax.shard_map(local, axis_names=set(axes), in_specs=tokens, out_specs=tokens, check_vma=False)(scores)
 
 
-def halves(y: Float[Array, "rows both"]) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:
+def split_gate_up(y: Float[Array, "rows both"]) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:
     """Splits the features in two halves; under "tensor", where a device has neighbours, into its part of each.
 
     Of n devices the i-th has the parts 2i and 2i + 1 of 2n, the first n of which are the first half. It sends one of
@@ -120,7 +120,7 @@ class GatedExperts(eqx.Module):
         self.down_proj = ExpertLinear(experts, width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        gate, up = halves(self.gate_up_proj(x, sizes))
+        gate, up = split_gate_up(self.gate_up_proj(x, sizes))
         return self.down_proj(swiglu(gate, up), sizes)
 
 

@@ -84,7 +84,7 @@ def module_of(model: AbstractModel) -> tuple[AbstractMTP, Embedding]:
     """
     if not isinstance(model, AbstractMTPModel) or model.mtp is None:
         raise ValueError(
-            "The model has no module for the token after the next; load one that can have it, such as DeepSeek V3 or "
-            'Qwen3-Next, with parts=("mtp",).'
+            'The model has no module for the token after the next: load a model whose FAMILY.parts has "mtp", with '
+            'parts=("mtp",).'
         )
     return model.mtp, model.embed_tokens

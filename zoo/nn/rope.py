@@ -91,10 +91,10 @@ class YarnScaling:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self.grown(self.mscale) / self.grown(self.mscale_all_dim)
-        return self.grown(1.0)
+            return self.yarn_mscale(self.mscale) / self.yarn_mscale(self.mscale_all_dim)
+        return self.yarn_mscale(1.0)
 
-    def grown(self, m: float) -> float:
+    def yarn_mscale(self, m: float) -> float:
         """Returns YaRN's factor for a longer context, with `m` in front of the logarithm of `factor`."""
         return 0.1 * m * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 

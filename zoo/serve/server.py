@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import AbstractDraft
-from zoo.nn.model import AbstractModel, Images, sees
+from zoo.nn.model import AbstractModel, Images, has_vision
 from zoo.serve.fields import (
     BODY,
     CHAT,
@@ -142,7 +142,7 @@ class Server:
     async def chat(self, request: Request) -> Response:
         said = await self._read(request, CHAT, "messages")
         options = {"tools": said.get("tools"), "add_generation_prompt": True} | said.get("chat_template_kwargs", {})
-        images, sighted = None, sees(self.model)
+        images, sighted = None, has_vision(self.model)
         messages = await asyncio.to_thread(lambda: [in_template_form(each, sighted) for each in said["messages"]])
         try:
             if has_images(messages):

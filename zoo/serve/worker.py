@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.cross_entropy.chunks import Chunks
 from zoo.generation.engine import Completion, Engine, bucket
-from zoo.generation.generate import begun, first
+from zoo.generation.generate import first, partial_stop_length
 from zoo.generation.sampling import Sampling
 from zoo.nn.model import AbstractModel, Images
 from zoo.serve.fields import TOP, Refusal
@@ -58,7 +58,7 @@ class Reply:
                 self.text, self.finish = self.text[:at], "stop"
             elif len(self.tokens) == self.ask.sampling.max_new_tokens:
                 self.finish = "length"
-        until = len(self.text) - (0 if self.finish else begun(self.text, self.ask.stop))
+        until = len(self.text) - (0 if self.finish else partial_stop_length(self.text, self.ask.stop))
         piece, self._said = self.text[self._said : until], until
         return piece
 

@@ -35,7 +35,7 @@ def check_text(messages: Messages) -> None:
         )
 
 
-def joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def join_texts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message whose content is one text, if the content was a list of texts."""
     parts = message.get("content")
     if not isinstance(parts, list | tuple):

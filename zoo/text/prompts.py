@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from zoo.nn.model import AbstractModel, Images, filled, seeing
+from zoo.nn.model import AbstractModel, Images, pad_patches, require_vision
 from zoo.text.messages import Messages, image_parts, is_image
 from zoo.text.tokenizer import Tokenizer
 from zoo.vision.model import AbstractVision
@@ -135,7 +135,7 @@ def stacked(
 ) -> Float[np.ndarray, "pictures patches pixels"]:
     """Stack the patches of pictures, padded to a power of two if shapes vary, so that few shapes are compiled."""
     most = max(map(len, pictures))
-    return filled(pictures, 1 << (most - 1).bit_length() if processor.keeps_shape else most)
+    return pad_patches(pictures, 1 << (most - 1).bit_length() if processor.keeps_shape else most)
 
 
 def _measured(
@@ -207,7 +207,7 @@ def processor_of(model: AbstractModel) -> AbstractImageProcessor:
 
 def _vision_of(model: AbstractModel) -> tuple[AbstractVision, pathlib.Path]:
     """Return a model's vision part, and the folder that the model was loaded from."""
-    vision, source = seeing(model).vision, model.config.source
+    vision, source = require_vision(model).vision, model.config.source
     assert isinstance(vision, AbstractVision), "zoo.models say what prepares their images"
     if source is None:
         raise ValueError("The model was made without a checkpoint, so nothing says how its images are prepared.")

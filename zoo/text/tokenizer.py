@@ -22,7 +22,7 @@ from tokenizers import decoders
 
 from convert.files import regular
 from zoo.text import completeness, harmony, templates, tiktoken, trial
-from zoo.text.messages import Messages, Tools, check_text, has_images, joined, reasoning_of, with_reasoning
+from zoo.text.messages import Messages, Tools, check_text, has_images, join_texts, reasoning_of, with_reasoning
 from zoo.text.templates import USERS
 from zoo.vision.processors.base import AbstractImageProcessor
 
@@ -310,7 +310,7 @@ class Tokenizer:
 
     def joined(self, messages: Messages) -> list[Mapping[str, Any]]:
         """Join contents that are lists of texts, which many templates leave out, unless the chat has images."""
-        return list(messages if has_images(messages) or not self._takes_text else map(joined, messages))
+        return list(messages if has_images(messages) or not self._takes_text else map(join_texts, messages))
 
     @functools.cached_property
     def _takes_text(self) -> bool:

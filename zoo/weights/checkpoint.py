@@ -85,7 +85,7 @@ def parameters(model: AbstractModel, family: Family, most: int = 2**31) -> Itera
                 part, j, rest = path.removeprefix(f"{stack_path}.").split(".", 2)
                 each = [f"{stack_path}.{n}.{rest}" for n in stack.layer_numbers(part, int(j))]
                 stacked = part == "period"
-        pattern, template = next(pair for pair in family.checkpoint_names.items() if stars(pair[0], each[0]))
+        pattern, template = next(pair for pair in family.checkpoint_names.items() if match_wildcards(pair[0], each[0]))
         per_expert = "{expert}" in template
         experts = range(array.shape[stacked]) if per_expert else range(1)
         if len(each) * len(experts) > most:
@@ -94,7 +94,9 @@ def parameters(model: AbstractModel, family: Family, most: int = 2**31) -> Itera
                 f"there are only {most}."
             )
         name = template.removesuffix("?").removesuffix("^T")
-        names = [[name.format(*stars(pattern, p), expert=m, config=model.config) for m in experts] for p in each]
+        names = [
+            [name.format(*match_wildcards(pattern, p), expert=m, config=model.config) for m in experts] for p in each
+        ]
         lead = array.shape[: stacked + per_expert]
         names, swapped, either = np.array(names, object).reshape(lead), name != template, template.endswith("?")
         yield Parameter(path, array, names, swapped, either)
@@ -114,7 +116,7 @@ def as_stored(wanted: Sequence[Parameter], tensors: Mapping[str, Stored]) -> lis
     return plain if fits(plain) and not fits(wanted) else list(wanted)
 
 
-def stars(pattern: str, text: str) -> tuple[str, ...]:
+def match_wildcards(pattern: str, text: str) -> tuple[str, ...]:
     """Return the text that each `*` of the pattern matches; empty if the pattern does not match."""
     match = re.fullmatch(re.escape(pattern).replace(r"\*", "(.*)"), text)
     return match.groups() or ("",) if match else ()

@@ -30,7 +30,7 @@ import convert.machine
 import convert.tensors
 from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
-from zoo.nn.model import AbstractModel, Family, sees
+from zoo.nn.model import AbstractModel, Family, has_vision
 from zoo.registry import EMBEDDED, REPOSITORIES, family_of
 from zoo.surgery import modules, shardings
 from zoo.weights.checkpoint import parameters, published_name, skeleton
@@ -310,7 +310,7 @@ def module_names(model: AbstractModel) -> dict[str, np.ndarray]:
     have no number. A map that is no module in transformers is left out.
     """
     family = family_of(model)
-    plain = skeleton(family, model.config, ("vision",) if sees(model) else ())
+    plain = skeleton(family, model.config, ("vision",) if has_vision(model) else ())
 
     def named(tensor: str) -> str:
         tensor = published_name(tensor, model, family)

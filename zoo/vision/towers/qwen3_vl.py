@@ -5,8 +5,8 @@ places, interpolated to the picture's shape, and by rotary positions along rows 
 become one feature of the text model. DeepStack (arXiv:2406.04334) makes further features in the same way of what some
 layers in between give, which the text model adds after its first layers.
 
-In the text a feature has three rotary coordinates (`placed`): where its picture begins, its row and its column. Both
-families nest their config.json alike (`flat`, `nested`).
+In the text a feature has three rotary coordinates (`with_coordinates`): where its picture begins, its row and its
+column. Both families nest their config.json alike (`flat`, `nested`).
 """
 
 import dataclasses
@@ -223,26 +223,28 @@ class Merger(eqx.Module):
         return self.linear_fc2(erf_gelu(self.linear_fc1(x)))
 
 
-class Lag(AbstractRowCache):
-    """How far the positions by which text is rotated lag behind its slots: in each row, by what its images take up in
-    slots and not in positions."""
+class RopeDelta(AbstractRowCache):
+    """The offset of each row from slots of the cache to rotary positions: images take more slots than positions.
+
+    transformers calls it `rope_deltas`.
+    """
 
     tokens: Int[Array, "layers batch"]
     layer: Int[Array, ""]
-    rewinds: ClassVar[bool] = True  # what is taken back is text, which lags no further
+    rewinds: ClassVar[bool] = True  # only text is taken back, which does not change the offset
 
     @classmethod
-    def init(cls, batch: int) -> "Lag":
+    def init(cls, batch: int) -> "RopeDelta":
         return cls(jnp.zeros((1, batch), jnp.int32), jnp.array(0, jnp.int32))
 
-    def partition_specs(self, sizes: Mapping[str, int]) -> "Lag":
+    def partition_specs(self, sizes: Mapping[str, int]) -> "RopeDelta":
         rows = split_over(self.tokens.shape[1], BATCH, sizes)
         return eqx.tree_at(lambda c: (c.tokens, c.layer), self, (P(None, rows), P()))
 
-    def in_int8(self) -> "Lag":
+    def in_int8(self) -> "RopeDelta":
         return self
 
-    def widened(self, more: int) -> "Lag":
+    def widened(self, more: int) -> "RopeDelta":
         return self
 
 
@@ -257,7 +259,7 @@ class Tower(AbstractVision):
     config: Config = eqx.field(static=True)
     processor: ClassVar[type[Qwen3VL]] = Qwen3VL
     video: ClassVar[type[Qwen3VLVideo] | None] = Qwen3VLVideo
-    cache: ClassVar[type[Lag]] = Lag
+    cache: ClassVar[type[RopeDelta]] = RopeDelta
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         """Initialise random weights, in float32."""
@@ -342,13 +344,13 @@ ALIASES = {  # the releases' names, and those without `model.` before the tower
 }
 
 
-def placed(
+def with_coordinates(
     at: Tokens, x: Float[Array, "batch seq embed"], images: Images | None, tower: Tower | None, cache: Caches | None
 ) -> tuple[Tokens, Caches | None, Caches]:
     """Gives tokens the coordinates by which they are rotated.
 
     Returns where the tokens stand, the caches of the model's layers, and what the model's new cache has behind those:
-    how far later tokens lag.
+    the `RopeDelta` of later tokens.
 
     A token of text goes one further along all axes. The features of an image all begin where it begins, and go further
     by row and column; what follows goes on after its longer side (Qwen2-VL, arXiv:2409.12191, section 2.1).
@@ -361,17 +363,17 @@ def placed(
     """
     if tower is None:
         return at, cache, ()
-    lag = None
+    delta = None
     if cache is not None:
-        cache, (lag,) = cache[:-1], cache[-1]
-    if images is None and lag is None:
+        cache, (delta,) = cache[:-1], cache[-1]
+    if images is None and delta is None:
         return at, cache, ()
     before = jnp.zeros((len(x), 1), jnp.int32)
-    if lag is not None:
-        assert isinstance(lag, Lag), "as Model.init_cache has put it behind the layers' caches"
+    if delta is not None:
+        assert isinstance(delta, RopeDelta), "as Model.init_cache has put it behind the layers' caches"
         positions = positions_of(at, x)
         first = jnp.min(jnp.where(positions < 0, NEVER, positions), axis=1)
-        before = jnp.where(first == 0, 0, lag.tokens[0])[:, None]  # a row that begins anew has no images yet
+        before = jnp.where(first == 0, 0, delta.tokens[0])[:, None]  # a row that begins anew has no images yet
     elif at.positions is not None:
         positions = at.positions
     else:
@@ -385,14 +387,14 @@ def placed(
         columns = jnp.maximum(columns, 1)
         ends = images.feature == rows * columns - 1
         takes = jnp.where(is_text, 1, jnp.where(ends, jnp.maximum(rows, columns), 0))
-        lags = jnp.cumsum(1 - takes, axis=1)
-        behind, lags = lags[:, -1:], lags - (1 - takes)
+        deltas = jnp.cumsum(1 - takes, axis=1)
+        behind, deltas = deltas[:, -1:], deltas - (1 - takes)
         if at.segments is not None:
-            lags = lags - jnp.take_along_axis(lags, first_of_document(at.segments), axis=1)
-        start = positions - before - lags
+            deltas = deltas - jnp.take_along_axis(deltas, first_of_document(at.segments), axis=1)
+        start = positions - before - deltas
         row, column = (jnp.where(is_text, 0, way(images.feature, columns)) for way in (jnp.floor_divide, jnp.remainder))
         rotary = jnp.stack([start, start + row, start + column], axis=-1)
-    new = () if lag is None else ((Lag((before + behind).astype(jnp.int32).T, lag.layer),),)
+    new = () if delta is None else ((RopeDelta((before + behind).astype(jnp.int32).T, delta.layer),),)
     return at._replace(rotary=rotary), cache, new
 
 
