@@ -79,8 +79,8 @@ def test_commands(talk):
 
 def test_images(monkeypatch, talk):
     """Images go with the next message. A model that takes none, and a file that is no image, are reported."""
-    assert "A model of qwen3 takes no images; load one" in talk("/image photo.png")[0]
-    monkeypatch.setattr("zoo.chat.seeing", lambda model: model)
+    assert "A model of qwen3 takes no images; docs" in talk("/image photo.png")[0]
+    monkeypatch.setattr("zoo.chat.require_vision", lambda model: model)
     encode = lambda model, tokenizer, messages: sent.append(messages) or Encoded([1])
     monkeypatch.setattr("zoo.chat.encode", encode)
     sent, image = [], pathlib.Path(__file__).parents[2] / "docs" / "caches.png"
