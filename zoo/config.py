@@ -42,7 +42,7 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
     """
     where = f"{source / 'config.json'}" if source else "config.json"
     for key in OBJECTS:
-        if not isinstance(hub.get(key) or {}, Mapping):
+        if hub.get(key) is not None and not isinstance(hub[key], Mapping):
             raise ValueError(f"{where} says {key}={hub[key]!r}; it needs an object in braces, or null.")
     try:
         hub = family.standard_form(hub)

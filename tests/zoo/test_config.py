@@ -41,6 +41,13 @@ def test_the_same_key_absent_and_null():
         read("deepseek3", rope_interleave=None)
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "text_config", "quantization_config"])
+@pytest.mark.parametrize("value", [0, False, [], "", 3])
+def test_objects_that_are_none(key, value):
+    with pytest.raises(ValueError, match=rf"says {key}={re.escape(repr(value))}; it needs an object in braces, or null"):
+        read("llama", **{key: value})
+
+
 def test_windows_of_qwen3_moe():
     """transformers ignores max_window_layers there: every layer slides."""
     config = read("qwen3_moe", use_sliding_window=True, sliding_window=4, max_window_layers=2)
