@@ -177,7 +177,7 @@ def test_defaults_are_transformers(family, tmp_path):
         least["intermediate_size"] = 64  # for a dense model; mixtures share its Config and have none
     theirs = transformers.AutoConfig.for_model(hub["model_type"], **least)
     (tmp_path / "config.json").write_text(theirs.to_json_string(use_diff=False))
-    full = read_json(tmp_path / "config.json")
+    full, least = read_json(tmp_path / "config.json"), least | {"model_type": hub["model_type"]}
     assert read_config(module, full) == read_config(module, least)
     for key in full.keys() & {f.name for f in dataclasses.fields(module.Config)} - least.keys():
         assert read_config(module, {k: v for k, v in full.items() if k != key}) == read_config(module, least), key
