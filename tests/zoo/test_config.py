@@ -44,7 +44,8 @@ def test_the_same_key_absent_and_null():
 @pytest.mark.parametrize("key", ["rope_scaling", "text_config", "quantization_config"])
 @pytest.mark.parametrize("value", [0, False, [], "", 3])
 def test_objects_that_are_none(key, value):
-    with pytest.raises(ValueError, match=rf"says {key}={re.escape(repr(value))}; it needs an object in braces, or null"):
+    said = rf"says {key}={re.escape(repr(value))}; it needs an object in braces, or null"
+    with pytest.raises(ValueError, match=said):
         read("llama", **{key: value})
 
 
