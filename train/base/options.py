@@ -129,9 +129,9 @@ class Option:
         """Returns the description: the docstring below the field."""
         return next((_texts(each)[self.fields[-1]] for each in self.classes if self.fields[-1] in _texts(each)), "")
 
-    def value(self, o: OptionGroup) -> Any:
+    def value(self, options: OptionGroup) -> Any:
         """Returns the option's value in the options of its script."""
-        return functools.reduce(getattr, self.fields, o)
+        return functools.reduce(getattr, self.fields, options)
 
 
 @functools.cache
@@ -148,11 +148,11 @@ def kinds(group: type[OptionGroup]) -> dict[str, Any]:
     return found
 
 
-def plain(o: OptionGroup) -> dict[str, Any]:
+def plain(options: OptionGroup) -> dict[str, Any]:
     """Returns name -> value, for every option; groups with a prefix are dicts, too."""
     found: dict[str, Any] = {}
-    for name, kind in _hints(type(o)).items():
-        value = getattr(o, name)
+    for name, kind in _hints(type(options)).items():
+        value = getattr(options, name)
         own = plain(value) if isinstance(value, OptionGroup) else value
         found |= own if _is_flat(kind) else {name: own}
     return found
@@ -192,7 +192,8 @@ def _options(
         )
 
 
-_POSITIONAL = tyro.conf.Positional[int].__metadata__[0]  # pyright: ignore[reportAttributeAccessIssue]
+_POSITIONAL = typing.cast(Any, tyro.conf.Positional[int]).__metadata__[0]
+_FLAT = typing.cast(Any, Flat[int]).__metadata__[0]
 
 
 @functools.cache
@@ -208,7 +209,7 @@ def _bare(kind: Any) -> Any:
 
 
 def _is_flat(kind: Any) -> bool:
-    return typing.cast(Any, Flat[int]).__metadata__[0] in getattr(kind, "__metadata__", ())
+    return _FLAT in getattr(kind, "__metadata__", ())
 
 
 def _flat_groups(group: type[OptionGroup]) -> dict[str, type[OptionGroup]]:

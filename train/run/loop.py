@@ -52,11 +52,8 @@ def run(
     samples = Samples(
         tokenizer, task.prompts, options.watch.sample_tokens, mesh, options.step.compute_dtype, metrics.sample
     )
-    eval_every, sample_every, keeps_best = (
-        options.validation.eval_every,
-        options.watch.sample_every,
-        options.validation.keeps_best,
-    )
+    eval_every, keeps_best = options.validation.eval_every, options.validation.keeps_best
+    sample_every = options.watch.sample_every
     if run.new:
         if eval_every != "never":
             metrics.write(run.n, **validation.evaluate(run.model(), run.n, metrics.wrong))

@@ -72,7 +72,7 @@ class AbstractExpertLinear(eqx.Module):
     """A linear map for each expert of a mixture, for tokens sorted by expert. `zoo.surgery` may replace it."""
 
     in_place: ClassVar[tuple[str, ...]] = ()
-    """Returns the specs of the arrays, as in `AbstractLinear`."""
+    """Names of the fields that kernels read out of a whole stack, as in `AbstractLinear`."""
 
     @property
     @abc.abstractmethod
