@@ -25,10 +25,8 @@ from kernels.sums import pick, scaled
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import (
-    AbstractExpertLinear,
     AbstractLinear,
     Embedding,
-    ExpertLinear,
     Linear,
     RMSNorm,
     recomputed,
@@ -223,30 +221,18 @@ class MLP(eqx.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-class Experts(eqx.Module):
-    gate_up_proj: AbstractExpertLinear  # rows: first all of gate, then all of up
-    down_proj: AbstractExpertLinear
-
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        c, (gate_up, down) = config, jax.random.split(key)
-        self.gate_up_proj = ExpertLinear(c.num_local_experts, c.hidden_size, 2 * c.intermediate_size, key=gate_up)
-        self.down_proj = ExpertLinear(c.num_local_experts, c.intermediate_size, c.hidden_size, key=down)
-
-    def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        gate, up = moe.split_gate_up(self.gate_up_proj(x, sizes))
-        return self.down_proj(swiglu(gate, up), sizes)
-
-
 class MoE(eqx.Module):
     router: Router
-    experts: Experts
+    experts: moe.GatedExperts
     shared_expert: MLP
     top_k: int = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray):
         router, experts, shared = jax.random.split(key, 3)
         self.router = Router(config.hidden_size, config.num_local_experts, key=router)
-        self.experts = Experts(config, key=experts)
+        self.experts = moe.GatedExperts(
+            config.num_local_experts, config.hidden_size, config.intermediate_size, key=experts
+        )
         self.shared_expert = MLP(config.hidden_size, config.intermediate_size, key=shared)
         self.top_k = config.num_experts_per_tok
 
