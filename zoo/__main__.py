@@ -13,6 +13,7 @@ from zoo import lora
 from zoo.chat import chat
 from zoo.orbax import to_hub, to_orbax
 from zoo.serve import serve
+from zoo.source import Source
 from zoo.verify import report
 from zoo.weights import peft
 
@@ -52,9 +53,10 @@ def merge(
         adapter: a folder in PEFT's layout, such as a training run with --lora.rank writes.
         out: the folder to write.
     """
-    for warning in peft.warnings_of(adapter, quantize=None, weights=zoo.fingerprint(source)):
+    opened = Source.open(source)
+    for warning in peft.warnings_of(adapter, quantize=None, weights=zoo.fingerprint(opened)):
         print(warning)
-    zoo.save(lora.merge(peft.load(zoo.load(source), adapter)), out)
+    zoo.save(lora.merge(peft.load(zoo.load(opened), adapter)), out)
     if template := peft.template_of(adapter):
         shutil.copy(template, out)
     print(f'Merged; zoo.load("{out}") and transformers read it.')

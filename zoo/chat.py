@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import os
 import pathlib
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -18,6 +17,7 @@ from zoo.generation.generate import Encoded, encode
 from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import AbstractDraft, ModelDraft, MTPDraft
 from zoo.nn.model import AbstractModel, require_vision
+from zoo.source import Source
 from zoo.text.harmony import Parts
 from zoo.text.tokenizer import Tokenizer
 from zoo.vision.open import open_image
@@ -54,14 +54,12 @@ class LoadOptions:
     """Encode <|im_end|> and the like in messages of users and tools as control tokens, not as text, as transformers
     does."""
 
-    def tokenizer(self, source: str | os.PathLike[str]) -> Tokenizer:
+    def tokenizer(self, source: Source) -> Tokenizer:
         """Loads a model's tokenizer, with the chat template of the adapter if it has one."""
         template = zoo.peft.template_of(self.adapter)
         return zoo.tokenizer(source, chat_template=template, special_in_content=self.special_in_content)
 
-    def model(
-        self, source: str | os.PathLike[str], mesh: Mesh | None = None
-    ) -> tuple[AbstractModel, AbstractDraft | None]:
+    def model(self, source: Source, mesh: Mesh | None = None) -> tuple[AbstractModel, AbstractDraft | None]:
         """Loads a model with its adapter, and its draft, which gets the same dtype, quantisation and mesh.
 
         Raises:
@@ -101,12 +99,13 @@ def chat(
         system: system message before the conversation, if the model's template has a place for it.
     """
     console, name = rich.console.Console(highlight=False), rich.markup.escape(source)
-    tokenizer = load.tokenizer(source)
+    opened = Source.open(source)
+    tokenizer = load.tokenizer(opened)
     opening = [] if system is None else [{"role": "system", "content": system}]
     # A template that cannot be used is refused here, before a long load.
     tokenizer.render_whole([*opening, {"role": "user", "content": "?"}])
     with console.status(f"loading {name}"):
-        model, draft = load.model(source)
+        model, draft = load.model(opened)
     conversation = Conversation(model, tokenizer, draft, sampling, opening, console)
     console.print(f"[bold]{name}[/], {conversation.limit:,} positions. [dim]{HELP}[/]")
 

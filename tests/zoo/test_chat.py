@@ -132,7 +132,7 @@ def test_templates_that_are_missing_or_refuse(talk, tmp_path):
 
 
 def test_the_command(model, monkeypatch, capsys):
-    monkeypatch.setattr(zoo, "load", lambda source, **options: {"tiny": model}[source])
+    monkeypatch.setattr(zoo, "load", lambda source, **options: {"tiny": model}[source.name])
     arguments = ["zoo", "chat", "tiny", "--max-new-tokens", "12", "--system", "Be brief.", "--temperature", "0"]
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{ASK}\n/exit\n"))

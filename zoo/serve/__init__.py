@@ -15,6 +15,7 @@ import tyro
 
 from zoo.chat import LoadOptions
 from zoo.mesh import make_mesh
+from zoo.source import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,10 @@ def serve(
             "The API key is empty, and would keep nobody out: give --api-key or the variable ZOO_API_KEY a value, or "
             "leave both out."
         )
-    model, draft = load.model(source, None if mesh is None else make_mesh(mesh))
+    opened = Source.open(source)
+    model, draft = load.model(opened, None if mesh is None else make_mesh(mesh))
     server = Server(
-        source, model, load.tokenizer(source), batch=batch, max_tokens=max_tokens, draft=draft,
+        source, model, load.tokenizer(opened), batch=batch, max_tokens=max_tokens, draft=draft,
         api_key=key, hosts=(listen.host, *listen.hosts),
     )  # fmt: skip
     listener = Listener(server, host=listen.host, port=listen.port, grace=listen.grace)
