@@ -93,14 +93,16 @@ KIMI_K2      = Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,
 KIMI_K2_0905 = Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    262144, **K2_0905)
 
 CONFIGS = {
-    "deepseek-v3":      Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3"),
-    "deepseek-v3-base": Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3-Base"),
-    "deepseek-v3-0324": Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3-0324"),
-    "deepseek-v3.1":    Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3.1"),
-    "deepseek-r1":      Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-R1"),
-    "kimi-k2":          Released(KIMI_K2,      "moonshotai/Kimi-K2-Instruct"),
-    "kimi-k2-base":     Released(KIMI_K2,      "moonshotai/Kimi-K2-Base"),
-    "kimi-k2-0905":     Released(KIMI_K2_0905, "moonshotai/Kimi-K2-Instruct-0905"),
+    "deepseek-v3":            Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3"),
+    "deepseek-v3-base":       Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3-Base"),
+    "deepseek-v3-0324":       Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3-0324"),
+    "deepseek-v3.1":          Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3.1"),
+    "deepseek-v3.1-terminus": Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3.1-Terminus"),
+    "deepseek-r1":            Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-R1"),
+    "deepseek-r1-0528":       Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-R1-0528"),
+    "kimi-k2":                Released(KIMI_K2,      "moonshotai/Kimi-K2-Instruct"),
+    "kimi-k2-base":           Released(KIMI_K2,      "moonshotai/Kimi-K2-Base"),
+    "kimi-k2-0905":           Released(KIMI_K2_0905, "moonshotai/Kimi-K2-Instruct-0905"),
 }
 # fmt: on
 

@@ -34,7 +34,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 STACK = "deepseek3"
 PARAMETERS = {
     "deepseek-v3": 671_026_419_200, "deepseek-v3-0324": 671_026_419_200, "deepseek-v3.1": 671_026_419_200,
-    "deepseek-r1": 671_026_419_200, "kimi-k2": 1_026_408_232_448, "kimi-k2-0905": 1_026_408_232_448,
+    "deepseek-v3.1-terminus": 671_026_419_200, "deepseek-r1": 671_026_419_200, "deepseek-r1-0528": 671_026_419_200,
+    "kimi-k2": 1_026_408_232_448, "kimi-k2-0905": 1_026_408_232_448,
 }  # fmt: skip
 
 
