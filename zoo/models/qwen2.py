@@ -1,5 +1,8 @@
 """Qwen2.5, the dense models (arXiv:2412.15115): Llama's decoder with biases on the query, key and value projections.
 
+Models of these sizes are for code (arXiv:2409.12186), for mathematics (arXiv:2409.12122), or reason before they answer:
+QwQ, and those into which DeepSeek R1 is distilled (arXiv:2501.12948).
+
 Small models tie their embeddings. The configuration allows a sliding window on the layers from `max_window_layers` on,
 or on those named in `layer_types`; the released models set `use_sliding_window` to false.
 """
@@ -62,25 +65,58 @@ class Config(AbstractConfig):
 
 # fmt: off
 QWEN: dict[str, Any] = dict(rope_theta=1_000_000.0)
-BASE_14B: dict[str, Any] = QWEN | dict(rms_norm_eps=1e-5)
 TIED: dict[str, Any] = QWEN | dict(tie_word_embeddings=True)
-instruct = lambda size: dataclasses.replace(size, max_position_embeddings=32_768)
-#                              vocab  hidden    mlp  layers  heads  kv  positions  max_window_layers
-QWEN2_5_0_5B         = Config(151936,    896,  4864,     24,    14,  2,     32768,    24, **TIED)
-QWEN2_5_1_5B         = Config(151936,   1536,  8960,     28,    12,  2,    131072,    28, **TIED)
-QWEN2_5_7B           = Config(152064,   3584, 18944,     28,    28,  4,    131072,    28, **QWEN)
-QWEN2_5_14B          = Config(152064,   5120, 13824,     48,    40,  8,    131072,    48, **BASE_14B)
-QWEN2_5_14B_INSTRUCT = Config(152064,   5120, 13824,     48,    40,  8,     32768,    48, **QWEN)
+LARGE: dict[str, Any] = QWEN | dict(rms_norm_eps=1e-5)  # of the base models, not of the instruct models
+#                      vocab  hidden    mlp  layers  heads  kv  positions  max_window_layers
+QWEN2_5_0_5B = Config(151936,    896,  4864,     24,    14,  2,     32768,    24, **TIED)
+QWEN2_5_1_5B = Config(151936,   1536,  8960,     28,    12,  2,    131072,    28, **TIED)
+QWEN2_5_3B   = Config(151936,   2048, 11008,     36,    16,  2,     32768,    36, **TIED)
+QWEN2_5_7B   = Config(152064,   3584, 18944,     28,    28,  4,    131072,    28, **QWEN)
+QWEN2_5_14B  = Config(152064,   5120, 13824,     48,    40,  8,    131072,    48, **LARGE)
+QWEN2_5_32B  = Config(152064,   5120, 27648,     64,    40,  8,    131072,    64, **LARGE)
+QWEN2_5_72B  = Config(152064,   8192, 29568,     80,    64,  8,    131072,    80, **LARGE)
+instruct = lambda size: dataclasses.replace(size, max_position_embeddings=32_768, rms_norm_eps=1e-6)
+coder = lambda size: dataclasses.replace(size, max_position_embeddings=32_768)
+math = lambda size: dataclasses.replace(size, max_position_embeddings=4096, rope_theta=10_000.0)
+# R1's small ones are distilled into the models for mathematics; 14B and 32B into the general models.
+R1_DISTILL_1_5B = dataclasses.replace(QWEN2_5_1_5B, rope_theta=10_000.0, tie_word_embeddings=False)
+R1_DISTILL_7B   = dataclasses.replace(QWEN2_5_7B, rope_theta=10_000.0)
 
 CONFIGS = {
-    "qwen2.5-0.5b":          Released(QWEN2_5_0_5B,           "Qwen/Qwen2.5-0.5B"),
-    "qwen2.5-0.5b-instruct": Released(QWEN2_5_0_5B,           "Qwen/Qwen2.5-0.5B-Instruct"),
-    "qwen2.5-1.5b":          Released(QWEN2_5_1_5B,           "Qwen/Qwen2.5-1.5B"),
-    "qwen2.5-1.5b-instruct": Released(instruct(QWEN2_5_1_5B), "Qwen/Qwen2.5-1.5B-Instruct"),
-    "qwen2.5-7b":            Released(QWEN2_5_7B,             "Qwen/Qwen2.5-7B"),
-    "qwen2.5-7b-instruct":   Released(instruct(QWEN2_5_7B),   "Qwen/Qwen2.5-7B-Instruct"),
-    "qwen2.5-14b":           Released(QWEN2_5_14B,            "Qwen/Qwen2.5-14B"),
-    "qwen2.5-14b-instruct":  Released(QWEN2_5_14B_INSTRUCT,   "Qwen/Qwen2.5-14B-Instruct"),
+    "qwen2.5-0.5b":                  Released(QWEN2_5_0_5B,           "Qwen/Qwen2.5-0.5B"),
+    "qwen2.5-0.5b-instruct":         Released(instruct(QWEN2_5_0_5B), "Qwen/Qwen2.5-0.5B-Instruct"),
+    "qwen2.5-1.5b":                  Released(QWEN2_5_1_5B,           "Qwen/Qwen2.5-1.5B"),
+    "qwen2.5-1.5b-instruct":         Released(instruct(QWEN2_5_1_5B), "Qwen/Qwen2.5-1.5B-Instruct"),
+    "qwen2.5-3b":                    Released(QWEN2_5_3B,             "Qwen/Qwen2.5-3B"),
+    "qwen2.5-3b-instruct":           Released(instruct(QWEN2_5_3B),   "Qwen/Qwen2.5-3B-Instruct"),
+    "qwen2.5-7b":                    Released(QWEN2_5_7B,             "Qwen/Qwen2.5-7B"),
+    "qwen2.5-7b-instruct":           Released(instruct(QWEN2_5_7B),   "Qwen/Qwen2.5-7B-Instruct"),
+    "qwen2.5-14b":                   Released(QWEN2_5_14B,            "Qwen/Qwen2.5-14B"),
+    "qwen2.5-14b-instruct":          Released(instruct(QWEN2_5_14B),  "Qwen/Qwen2.5-14B-Instruct"),
+    "qwen2.5-32b":                   Released(QWEN2_5_32B,            "Qwen/Qwen2.5-32B"),
+    "qwen2.5-32b-instruct":          Released(instruct(QWEN2_5_32B),  "Qwen/Qwen2.5-32B-Instruct"),
+    "qwen2.5-72b":                   Released(QWEN2_5_72B,            "Qwen/Qwen2.5-72B"),
+    "qwen2.5-72b-instruct":          Released(instruct(QWEN2_5_72B),  "Qwen/Qwen2.5-72B-Instruct"),
+    "qwen2.5-coder-0.5b":            Released(coder(QWEN2_5_0_5B),    "Qwen/Qwen2.5-Coder-0.5B"),
+    "qwen2.5-coder-0.5b-instruct":   Released(coder(QWEN2_5_0_5B),    "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+    "qwen2.5-coder-1.5b":            Released(coder(QWEN2_5_1_5B),    "Qwen/Qwen2.5-Coder-1.5B"),
+    "qwen2.5-coder-1.5b-instruct":   Released(coder(QWEN2_5_1_5B),    "Qwen/Qwen2.5-Coder-1.5B-Instruct"),
+    "qwen2.5-coder-3b":              Released(coder(QWEN2_5_3B),      "Qwen/Qwen2.5-Coder-3B"),
+    "qwen2.5-coder-3b-instruct":     Released(coder(QWEN2_5_3B),      "Qwen/Qwen2.5-Coder-3B-Instruct"),
+    "qwen2.5-coder-7b":              Released(coder(QWEN2_5_7B),      "Qwen/Qwen2.5-Coder-7B"),
+    "qwen2.5-coder-7b-instruct":     Released(coder(QWEN2_5_7B),      "Qwen/Qwen2.5-Coder-7B-Instruct"),
+    "qwen2.5-coder-14b":             Released(coder(QWEN2_5_14B),     "Qwen/Qwen2.5-Coder-14B"),
+    "qwen2.5-coder-32b":             Released(coder(QWEN2_5_32B),     "Qwen/Qwen2.5-Coder-32B"),
+    "qwen2.5-math-1.5b":             Released(math(QWEN2_5_1_5B),     "Qwen/Qwen2.5-Math-1.5B"),
+    "qwen2.5-math-1.5b-instruct":    Released(math(QWEN2_5_1_5B),     "Qwen/Qwen2.5-Math-1.5B-Instruct"),
+    "qwen2.5-math-7b":               Released(math(QWEN2_5_7B),       "Qwen/Qwen2.5-Math-7B"),
+    "qwen2.5-math-7b-instruct":      Released(math(QWEN2_5_7B),       "Qwen/Qwen2.5-Math-7B-Instruct"),
+    "qwen2.5-math-72b":              Released(math(QWEN2_5_72B),      "Qwen/Qwen2.5-Math-72B"),
+    "qwq-32b":                       Released(QWEN2_5_32B,            "Qwen/QwQ-32B"),
+    "deepseek-r1-distill-qwen-1.5b": Released(R1_DISTILL_1_5B,        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
+    "deepseek-r1-distill-qwen-7b":   Released(R1_DISTILL_7B,          "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"),
+    "deepseek-r1-distill-qwen-14b":  Released(QWEN2_5_14B,            "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B"),
+    "deepseek-r1-distill-qwen-32b":  Released(QWEN2_5_32B,            "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B"),
 }
 # fmt: on
 
@@ -188,7 +224,7 @@ class Model(AbstractModel):
 
 
 FAMILY = Family(  # zoo/nn/model.py explains the fields
-    title="Qwen2.5",
+    title="Qwen2.5, QwQ; R1-Distill-Qwen",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

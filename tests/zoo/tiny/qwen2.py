@@ -25,8 +25,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 STACK = "qwen2-window-max"
 PARAMETERS = {
-    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-7b": 7_615_616_512,
-    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648, "qwen2.5-coder-0.5b": 494_032_768, "qwen2.5-coder-1.5b": 1_543_714_304,
+    "qwen2.5-coder-3b": 3_085_938_688, "qwen2.5-coder-7b": 7_615_616_512, "qwen2.5-coder-14b": 14_770_033_664,
+    "qwen2.5-coder-32b": 32_763_876_352, "qwen2.5-math-1.5b": 1_543_714_304, "qwen2.5-math-7b": 7_615_616_512,
+    "qwen2.5-math-72b": 72_706_203_648, "qwq-32b": 32_763_876_352, "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
+    "deepseek-r1-distill-qwen-7b": 7_615_616_512, "deepseek-r1-distill-qwen-14b": 14_770_033_664,
+    "deepseek-r1-distill-qwen-32b": 32_763_876_352,
 }  # fmt: skip
 
 
