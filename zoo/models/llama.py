@@ -2,7 +2,8 @@
 
 The decoder that the other families vary: pre-norm, rotary positions, grouped-query attention, SwiGLU, and no biases in
 the released sizes. From 3.1 on, rotary frequencies are scaled for 131,072 positions. 3.2's small models tie their
-embeddings.
+embeddings. Llama Guard 3 says whether a chat is safe. Other makers' models with this decoder are SmolLM2
+(arXiv:2502.02737) and those into which DeepSeek R1 is distilled (arXiv:2501.12948).
 """
 
 import dataclasses
@@ -53,6 +54,8 @@ LLAMA2: dict[str, Any] = dict(rms_norm_eps=1e-5)
 LLAMA3: dict[str, Any] = LLAMA2 | dict(rope_theta=500_000.0)
 LLAMA3_1: dict[str, Any] = LLAMA3 | dict(rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
 LLAMA3_2: dict[str, Any] = LLAMA3_1 | dict(rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192), tie_word_embeddings=True)
+SMOLLM2: dict[str, Any] = LLAMA2 | dict(rope_theta=100_000.0, tie_word_embeddings=True)
+SMOLLM2_LARGE: dict[str, Any] = SMOLLM2 | dict(rope_theta=130_000.0)
 #                       vocab  hidden    mlp  layers  heads  kv  positions
 LLAMA2_7B     = Config( 32000,   4096, 11008,     32,    32, 32,   4096, **LLAMA2)
 LLAMA2_13B    = Config( 32000,   5120, 13824,     40,    40, 40,   4096, **LLAMA2)
@@ -64,29 +67,42 @@ LLAMA3_1_70B  = Config(128256,   8192, 28672,     80,    64,  8, 131072, **LLAMA
 LLAMA3_1_405B = Config(128256,  16384, 53248,    126,   128,  8, 131072, **LLAMA3_1)
 LLAMA3_2_1B   = Config(128256,   2048,  8192,     16,    32,  8, 131072, **LLAMA3_2)
 LLAMA3_2_3B   = Config(128256,   3072,  8192,     28,    24,  8, 131072, **LLAMA3_2)
+SMOLLM2_135M  = Config( 49152,    576,  1536,     30,     9,  3,   8192, **SMOLLM2)
+SMOLLM2_360M  = Config( 49152,    960,  2560,     32,    15,  5,   8192, **SMOLLM2)
+SMOLLM2_1_7B  = Config( 49152,   2048,  8192,     24,    32, 32,   8192, **SMOLLM2_LARGE)
 
 CONFIGS = {
-    "llama2-7b":              Released(LLAMA2_7B,     "meta-llama/Llama-2-7b-hf"),
-    "llama2-7b-chat":         Released(LLAMA2_7B,     "meta-llama/Llama-2-7b-chat-hf"),
-    "llama2-13b":             Released(LLAMA2_13B,    "meta-llama/Llama-2-13b-hf"),
-    "llama2-13b-chat":        Released(LLAMA2_13B,    "meta-llama/Llama-2-13b-chat-hf"),
-    "llama2-70b":             Released(LLAMA2_70B,    "meta-llama/Llama-2-70b-hf"),
-    "llama2-70b-chat":        Released(LLAMA2_70B,    "meta-llama/Llama-2-70b-chat-hf"),
-    "llama3-8b":              Released(LLAMA3_8B,     "meta-llama/Meta-Llama-3-8B"),
-    "llama3-8b-instruct":     Released(LLAMA3_8B,     "meta-llama/Meta-Llama-3-8B-Instruct"),
-    "llama3-70b":             Released(LLAMA3_70B,    "meta-llama/Meta-Llama-3-70B"),
-    "llama3-70b-instruct":    Released(LLAMA3_70B,    "meta-llama/Meta-Llama-3-70B-Instruct"),
-    "llama3.1-8b":            Released(LLAMA3_1_8B,   "meta-llama/Llama-3.1-8B"),
-    "llama3.1-8b-instruct":   Released(LLAMA3_1_8B,   "meta-llama/Llama-3.1-8B-Instruct"),
-    "llama3.1-70b":           Released(LLAMA3_1_70B,  "meta-llama/Llama-3.1-70B"),
-    "llama3.1-70b-instruct":  Released(LLAMA3_1_70B,  "meta-llama/Llama-3.1-70B-Instruct"),
-    "llama3.1-405b":          Released(LLAMA3_1_405B, "meta-llama/Llama-3.1-405B"),
-    "llama3.1-405b-instruct": Released(LLAMA3_1_405B, "meta-llama/Llama-3.1-405B-Instruct"),
-    "llama3.2-1b":            Released(LLAMA3_2_1B,   "meta-llama/Llama-3.2-1B"),
-    "llama3.2-1b-instruct":   Released(LLAMA3_2_1B,   "meta-llama/Llama-3.2-1B-Instruct"),
-    "llama3.2-3b":            Released(LLAMA3_2_3B,   "meta-llama/Llama-3.2-3B"),
-    "llama3.2-3b-instruct":   Released(LLAMA3_2_3B,   "meta-llama/Llama-3.2-3B-Instruct"),
-    "llama3.3-70b":           Released(LLAMA3_1_70B,  "meta-llama/Llama-3.3-70B-Instruct"),  # has no base
+    "llama2-7b":                     Released(LLAMA2_7B,     "meta-llama/Llama-2-7b-hf"),
+    "llama2-7b-chat":                Released(LLAMA2_7B,     "meta-llama/Llama-2-7b-chat-hf"),
+    "llama2-13b":                    Released(LLAMA2_13B,    "meta-llama/Llama-2-13b-hf"),
+    "llama2-13b-chat":               Released(LLAMA2_13B,    "meta-llama/Llama-2-13b-chat-hf"),
+    "llama2-70b":                    Released(LLAMA2_70B,    "meta-llama/Llama-2-70b-hf"),
+    "llama2-70b-chat":               Released(LLAMA2_70B,    "meta-llama/Llama-2-70b-chat-hf"),
+    "llama3-8b":                     Released(LLAMA3_8B,     "meta-llama/Meta-Llama-3-8B"),
+    "llama3-8b-instruct":            Released(LLAMA3_8B,     "meta-llama/Meta-Llama-3-8B-Instruct"),
+    "llama3-70b":                    Released(LLAMA3_70B,    "meta-llama/Meta-Llama-3-70B"),
+    "llama3-70b-instruct":           Released(LLAMA3_70B,    "meta-llama/Meta-Llama-3-70B-Instruct"),
+    "llama3.1-8b":                   Released(LLAMA3_1_8B,   "meta-llama/Llama-3.1-8B"),
+    "llama3.1-8b-instruct":          Released(LLAMA3_1_8B,   "meta-llama/Llama-3.1-8B-Instruct"),
+    "llama3.1-70b":                  Released(LLAMA3_1_70B,  "meta-llama/Llama-3.1-70B"),
+    "llama3.1-70b-instruct":         Released(LLAMA3_1_70B,  "meta-llama/Llama-3.1-70B-Instruct"),
+    "llama3.1-405b":                 Released(LLAMA3_1_405B, "meta-llama/Llama-3.1-405B"),
+    "llama3.1-405b-instruct":        Released(LLAMA3_1_405B, "meta-llama/Llama-3.1-405B-Instruct"),
+    "llama3.2-1b":                   Released(LLAMA3_2_1B,   "meta-llama/Llama-3.2-1B"),
+    "llama3.2-1b-instruct":          Released(LLAMA3_2_1B,   "meta-llama/Llama-3.2-1B-Instruct"),
+    "llama3.2-3b":                   Released(LLAMA3_2_3B,   "meta-llama/Llama-3.2-3B"),
+    "llama3.2-3b-instruct":          Released(LLAMA3_2_3B,   "meta-llama/Llama-3.2-3B-Instruct"),
+    "llama3.3-70b":                  Released(LLAMA3_1_70B,  "meta-llama/Llama-3.3-70B-Instruct"),  # has no base
+    "llama-guard-3-1b":              Released(LLAMA3_2_1B,   "meta-llama/Llama-Guard-3-1B"),
+    "llama-guard-3-8b":              Released(LLAMA3_1_8B,   "meta-llama/Llama-Guard-3-8B"),
+    "deepseek-r1-distill-llama-8b":  Released(LLAMA3_1_8B,   "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"),
+    "deepseek-r1-distill-llama-70b": Released(LLAMA3_1_70B,  "deepseek-ai/DeepSeek-R1-Distill-Llama-70B"),
+    "smollm2-135m":                  Released(SMOLLM2_135M,  "HuggingFaceTB/SmolLM2-135M"),
+    "smollm2-135m-instruct":         Released(SMOLLM2_135M,  "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    "smollm2-360m":                  Released(SMOLLM2_360M,  "HuggingFaceTB/SmolLM2-360M"),
+    "smollm2-360m-instruct":         Released(SMOLLM2_360M,  "HuggingFaceTB/SmolLM2-360M-Instruct"),
+    "smollm2-1.7b":                  Released(SMOLLM2_1_7B,  "HuggingFaceTB/SmolLM2-1.7B"),
+    "smollm2-1.7b-instruct":         Released(SMOLLM2_1_7B,  "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
 }
 # fmt: on
 
@@ -191,7 +207,7 @@ class Model(AbstractModel):
 
 
 FAMILY = Family(  # zoo/nn/model.py explains the fields
-    title="Llama 2, 3, 3.1, 3.2, 3.3",
+    title="Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2; R1-Distill-Llama",
     Config=Config,
     Model=Model,
     configs=CONFIGS,
