@@ -1,6 +1,7 @@
-"""Mistral 7B (arXiv:2310.06825): Llama's decoder; in the first release every layer has a sliding window.
+"""Mistral 7B (arXiv:2310.06825) and Nemo: Llama's decoder; in the first release every layer has a sliding window.
 
-From v0.2 on there is no window and the rotary base is 1,000,000. v0.3 has a larger vocabulary. The text model of
+From v0.2 on there is no window and the rotary base is 1,000,000. v0.3 has a larger vocabulary, and Nemo, a model of
+12 billion parameters, a still larger one; its heads together are narrower than the residual stream. The text model of
 Mistral Small 3 is one of these, too; with its vision tower it is of `zoo.models.mistral3`.
 """
 
@@ -56,6 +57,7 @@ V2: dict[str, Any] = V1 | dict(sliding_window=None, rope_theta=1_000_000.0)
 MISTRAL_7B_V0_1 = Config( 32000,   4096, 14336,     32,    32,  8,  32768, **V1)
 MISTRAL_7B_V0_2 = Config( 32000,   4096, 14336,     32,    32,  8,  32768, **V2)  # its base is not on the Hub
 MISTRAL_7B_V0_3 = Config( 32768,   4096, 14336,     32,    32,  8,  32768, **V2)
+MISTRAL_NEMO    = Config(131072,   5120, 14336,     40,    32,  8, 131072, head_dim=128, **V2)
 
 CONFIGS = {
     "mistral-7b-v0.1":          Released(MISTRAL_7B_V0_1, "mistralai/Mistral-7B-v0.1"),
@@ -63,6 +65,8 @@ CONFIGS = {
     "mistral-7b-v0.2-instruct": Released(MISTRAL_7B_V0_2, "mistralai/Mistral-7B-Instruct-v0.2"),
     "mistral-7b-v0.3":          Released(MISTRAL_7B_V0_3, "mistralai/Mistral-7B-v0.3"),
     "mistral-7b-v0.3-instruct": Released(MISTRAL_7B_V0_3, "mistralai/Mistral-7B-Instruct-v0.3"),
+    "mistral-nemo-12b":         Released(MISTRAL_NEMO,    "mistralai/Mistral-Nemo-Instruct-2407"),
+    "mistral-nemo-12b-base":    Released(MISTRAL_NEMO,    "mistralai/Mistral-Nemo-Base-2407"),
 }
 # fmt: on
 
@@ -169,7 +173,7 @@ class Model(AbstractModel):
 
 
 FAMILY = Family(  # zoo/nn/model.py explains the fields
-    title="Mistral 7B",
+    title="Mistral 7B, Nemo",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

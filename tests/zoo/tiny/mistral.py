@@ -22,6 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 STACK = "mistral"
 PARAMETERS = {
     "mistral-7b-v0.1": 7_241_732_096, "mistral-7b-v0.2": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
 }  # fmt: skip
 
 
