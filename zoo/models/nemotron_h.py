@@ -1,9 +1,10 @@
-"""Nemotron-H (arXiv:2504.03624), Nemotron Nano 2 (arXiv:2508.14444), Nemotron 3 Nano and Super (arXiv:2512.20848).
+"""Nemotron-H (arXiv:2504.03624), Nemotron Nano 2 (arXiv:2508.14444), Nemotron 3 Nano and Super (arXiv:2512.20848), and
+Nemotron 3.5 Lightning, which is Nano with more positions.
 
 A layer is one norm and one mixer: Mamba-2 (arXiv:2405.21060), attention, an MLP, or a mixture of experts, as the
 letters of a pattern say. Attention is rare, and has no positions. MLPs and experts are not gated: down(relu(up(x))^2).
 Routers are DeepSeek V3's, with sigmoids and a bias that evens the load. Super's experts work on vectors of a quarter of
-the features, to and from which two projections lead. Super also has a module that predicts one more token.
+the features, to and from which two projections lead. Super and Lightning have a module that predicts one more token.
 
 The step of Mamba-2 is between the two time_step_limits, 0 and infinity. transformers 5.23 takes time_step_min for the
 least one where it reads a text in one pass, and has none where it decodes; time_step_min is of random weights alone.
@@ -136,17 +137,20 @@ V3_SUPER: dict[str, Any] = dict(
     moe_shared_expert_intermediate_size=5376, moe_latent_size=1024, routed_scaling_factor=5.0,
     num_nextn_predict_layers=1,
 )
-#                             vocab hidden    mlp layers heads kv positions
-NEMOTRON_NANO_9B     = Config(131072, 4480, 15680,    56,   40, 8,   131072, **V2)
-NEMOTRON3_NANO_30B   = Config(131072, 2688,  1856,    52,   32, 2,   262144, **V3_NANO)
-NEMOTRON3_SUPER_120B = Config(131072, 4096,  2688,    88,   32, 2,   262144, **V3_SUPER)
+V3_5: dict[str, Any] = V3_NANO | dict(num_nextn_predict_layers=1)
+#                           vocab hidden    mlp layers heads kv positions
+NEMOTRON_NANO_9B   = Config(131072, 4480, 15680,    56,   40, 8,   131072, **V2)
+NEMOTRON3_NANO_30B = Config(131072, 2688,  1856,    52,   32, 2,   262144, **V3_NANO)
+NEMOTRON3_SUPER    = Config(131072, 4096,  2688,    88,   32, 2,   262144, **V3_SUPER)
+NEMOTRON3_5_30B    = Config(131072, 2688,  1856,    52,   32, 2,  1048576, **V3_5)
 
 CONFIGS = {
-    "nemotron-nano-9b-v2":         Released(NEMOTRON_NANO_9B,     "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
-    "nemotron-nano-9b-v2-base":    Released(NEMOTRON_NANO_9B,     "nvidia/NVIDIA-Nemotron-Nano-9B-v2-Base"),
-    "nemotron3-nano-30b-a3b":      Released(NEMOTRON3_NANO_30B,   "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
-    "nemotron3-nano-30b-a3b-base": Released(NEMOTRON3_NANO_30B,   "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16"),
-    "nemotron3-super-120b-a12b":   Released(NEMOTRON3_SUPER_120B, "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
+    "nemotron-nano-9b-v2":           Released(NEMOTRON_NANO_9B,   "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
+    "nemotron-nano-9b-v2-base":      Released(NEMOTRON_NANO_9B,   "nvidia/NVIDIA-Nemotron-Nano-9B-v2-Base"),
+    "nemotron3-nano-30b-a3b":        Released(NEMOTRON3_NANO_30B, "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+    "nemotron3-nano-30b-a3b-base":   Released(NEMOTRON3_NANO_30B, "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16"),
+    "nemotron3-super-120b-a12b":     Released(NEMOTRON3_SUPER,    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
+    "nemotron3.5-lightning-30b-a3b": Released(NEMOTRON3_5_30B,    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16"),
 }
 # fmt: on
 
@@ -389,7 +393,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(  # zoo/nn/model.py explains the fields
-    title="Nemotron-H, Nemotron 3",
+    title="Nemotron-H, Nemotron 3, 3.5",
     Config=Config,
     Model=Model,
     configs=CONFIGS,

@@ -48,7 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 STACK = "nemotron_h-mlp-new"
 PARAMETERS = {
     "nemotron-nano-9b-v2": 8_888_227_328, "nemotron3-nano-30b-a3b": 31_577_940_288,
-    "nemotron3-super-120b-a12b": 120_668_707_840,
+    "nemotron3-super-120b-a12b": 120_668_707_840, "nemotron3.5-lightning-30b-a3b": 31_577_940_288,
 }  # fmt: skip
 
 
