@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import convert.tensors
 import zoo
+from convert.packed import quantize_blocks
 from kernels import Tokens
 from tests.zoo import seeing, tiny
 from tests.zoo.programs import error, same
@@ -20,6 +22,7 @@ from zoo.models import qwen3_vl
 from zoo.nn.rope import MultiAxisRotary, Rotary
 from zoo.nn.stack import AbstractBlock, Stack
 from zoo.text.prompts import encode_prompt
+from zoo.weights import checkpoint
 from zoo.weights.checkpoint import skeleton
 
 
@@ -125,6 +128,38 @@ def test_experts_in_both_layouts(tmp_path, width):
     assert zoo.inspect(str(tmp_path / "theirs")) == zoo.config(tmp_path / "theirs")
     saved = safetensors.numpy.load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() == hub.keys() and all(np.array_equal(saved[key], hub[key]) for key in hub)
+
+
+def test_fp8_with_experts_one_by_one(tmp_path):
+    """8-bit matrices are read as their dequantised values, saved in the same form, and read again."""
+    name, rng = "qwen3_vl-moe", np.random.RandomState(0)
+    config = tiny.CONFIGS[name] | dict(hidden_size=160, moe_intermediate_size=136, num_hidden_layers=4)
+    tensors = {}
+    for key, x in seeing.filled(tiny.MODULES["qwen3_vl"].shapes(config), rng).items():
+        start, expert, kind = key.partition("experts.")
+        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        parts = np.split(x.swapaxes(1, 2), len(kinds), axis=1) if expert else ()
+        for one, part in zip(kinds if expert else (), parts, strict=True):
+            tensors |= {f"{start}experts.{n}.{one}.weight": matrix for n, matrix in enumerate(part)}
+        tensors |= {} if expert else {key: x}
+    stored, plain = {}, {}
+    for key, x in tensors.items():
+        if key.endswith("_proj.weight"):
+            codes, scales = quantize_blocks(x)
+            stored |= {key: codes, f"{key}_scale_inv": scales}
+            spread = scales.repeat(128, axis=0).repeat(128, axis=1)[: len(x), : x.shape[1]]
+            plain[key] = codes.astype(np.float32) * spread
+        else:
+            stored[key] = plain[key] = np.ascontiguousarray(x)
+    models = []
+    for folder, of, more in (("fp8", stored, dict(quantization_config=checkpoint.FP8)), ("plain", plain, {})):
+        tiny.write(tmp_path / folder, name, **config, **more)
+        safetensors.numpy.save_file(of, tmp_path / folder / "model.safetensors")
+        models.append(zoo.load(tmp_path / folder, dtype="float32"))
+    assert same(*models)
+    zoo.save(models[0], tmp_path / "saved", fp8=True)
+    assert convert.tensors.open_tensors(tmp_path / "saved").keys() == stored.keys()
+    assert same(zoo.load(tmp_path / "saved", dtype="float32"), models[0])
 
 
 @pytest.mark.parametrize(("name", "rope"), [("qwen3_vl", "rope_scaling"), ("qwen3_5", "rope_parameters")])

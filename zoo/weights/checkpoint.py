@@ -431,12 +431,13 @@ def matrices(
 
     Each is a name, a shape, and a function that returns the values.
     """
-    name, shape = str(parameter.names[at]), parameter.stored_shape
+    name = str(parameter.names[at])
     end = next((end for end in family.fused if name.endswith(end)), None)
     if end is None:
-        yield name, shape, functools.partial(stored, parameter, at)
+        yield name, parameter.stored_shape, functools.partial(stored, parameter, at)
         return
-    ends = family.fused[end]
+    parameter = dataclasses.replace(parameter, transposed=False)  # matrices of single experts are always (out, in)
+    ends, shape = family.fused[end], parameter.stored_shape
     for n, (i, part) in itertools.product(range(shape[0]), enumerate(ends)):
         rows = lambda n=n, i=i: np.split(stored(parameter, (*at, n)), len(ends))[i]
         yield name.removesuffix(end) + part.format(n), (shape[1] // len(ends), shape[2]), rows
