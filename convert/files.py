@@ -22,6 +22,7 @@ COMPANIONS = (
     "tokenizer.model",
     "*.tiktoken",
     "tiktoken.model",
+    "tekken.json",
     "vocab.json",
     "vocab.txt",
     "merges.txt",

@@ -33,7 +33,7 @@ from train.data.rows import Row
 from zoo.generation.generate import Encoded
 from zoo.text import tiktoken
 from zoo.text.messages import Messages
-from zoo.text.tokenizer import Tokenizer
+from zoo.text.tokenizer import Tokenizer, source_of
 
 
 FORMATS = (
@@ -376,13 +376,11 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     template = tokenizer.chat_template or ""
     dated = str(tokenizer.date) if "strftime_now" in template else ""
     dated += "special tokens in contents" if tokenizer.special_in_content else ""
-    file = tokenizer.folder / "tokenizer.json"
-    if file.exists():
-        content = file.read_bytes()
-    else:  # Kimi's tokenizer, whose special tokens are named in another file
+    file = tokenizer.folder / source_of(tokenizer.folder)
+    content = file.read_bytes()
+    if file.name == tiktoken.NAME:  # Kimi's tokenizer, whose special tokens are named in another file
         reserved = range(tokenizer.vocab_size - tiktoken.RESERVED, tokenizer.vocab_size)
-        names = [tokenizer.decode([id], special=True) for id in reserved]
-        content = (tokenizer.folder / tiktoken.NAME).read_bytes() + "".join(names).encode()
+        content += "".join(tokenizer.decode([id], special=True) for id in reserved).encode()
     return hashlib.sha256(content + (template + dated).encode()).hexdigest()
 
 

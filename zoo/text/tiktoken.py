@@ -6,7 +6,7 @@ that file first splits runs of more than 25,000 characters that are all white sp
 
 import base64
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -46,8 +46,20 @@ def read(file: pathlib.Path, special: Mapping[int, str]) -> tokenizers.Tokenizer
     if not in_order:
         raise ValueError(f"{file} does not list the ranks 0, 1, 2, ... in order; fetch it again.")
 
+    ids = range(len(ranked), len(ranked) + RESERVED)
+    return build(ranked, PATTERN, {id: special.get(id, f"<|reserved_token_{id}|>") for id in ids})
+
+
+def build(ranked: Sequence[bytes], pattern: str, special: Mapping[int, str], first: int = 0) -> tokenizers.Tokenizer:
+    """Build a tokenizer that merges bytes.
+
+    Args:
+        ranked: the tokens' bytes, by rank. A token's id is its rank plus `first`.
+        pattern: a regular expression of the pieces into which text is split before bytes are merged.
+        special: the special tokens by id, in order: ids below `first`, or those after all ranks.
+    """
     letters = _letters()
-    vocabulary = {"".join(letters[byte] for byte in token): rank for rank, token in enumerate(ranked)}
+    vocabulary = {"".join(letters[byte] for byte in token): first + rank for rank, token in enumerate(ranked)}
     # Two tokens may be merged if their concatenation is a token. Merges of lower rank come first.
     merges = [
         (token[:cut], token[cut:])
@@ -55,16 +67,14 @@ def read(file: pathlib.Path, special: Mapping[int, str]) -> tokenizers.Tokenizer
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
+    vocabulary |= {token: id for id, token in special.items() if id < first}  # later ids follow by themselves
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    split = pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    ids = range(len(ranked), len(ranked) + RESERVED)
-    tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(special.get(id, f"<|reserved_token_{id}|>"), normalized=False) for id in ids]
-    )
+    tokenizer.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in special.values()])
     return tokenizer
 
 

@@ -1,8 +1,9 @@
 """Convert text to token ids and back, and chats to ids by the model's own template.
 
-A thin layer over `tokenizers` and jinja2. It reads a folder in Hub layout: tokenizer.json (or Kimi's tiktoken.model),
-and if present tokenizer_config.json, special_tokens_map.json, chat_template.jinja, generation_config.json and
-config.json. Ids and rendered text equal those of transformers' `AutoTokenizer`, whose import takes seconds.
+A thin layer over `tokenizers` and jinja2. It reads a folder in Hub layout: tokenizer.json (or Kimi's tiktoken.model, or
+Mistral's tekken.json), and if present tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
+generation_config.json and config.json. Ids and rendered text equal those of transformers' `AutoTokenizer`, whose import
+takes seconds.
 """
 
 import bisect
@@ -21,7 +22,7 @@ import tokenizers
 from tokenizers import decoders
 
 from convert.files import regular
-from zoo.text import completeness, harmony, templates, tiktoken, trial
+from zoo.text import completeness, harmony, tekken, templates, tiktoken, trial
 from zoo.text.messages import Messages, Tools, check_text, has_images, join_texts, reasoning_of, with_reasoning
 from zoo.text.templates import USERS
 from zoo.vision.processors.base import AbstractImageProcessor
@@ -76,7 +77,7 @@ class Tokenizer:
             processor: prepares the images of chats that a model is trained on.
 
         Raises:
-            FileNotFoundError: if the folder has neither tokenizer.json nor tiktoken.model.
+            FileNotFoundError: if the folder has none of tokenizer.json, tiktoken.model and tekken.json.
             ValueError: if a file cannot be read.
         """
         self.folder, self.date, self.special_in_content = pathlib.Path(folder), date, special_in_content
@@ -88,6 +89,8 @@ class Tokenizer:
         self.vocab_size, self.longest = max(vocab.values()) + 1, max(map(len, vocab))
 
         config = _read_json(self.folder / "special_tokens_map.json") | _read_json(self.folder / "tokenizer_config.json")
+        if source_of(self.folder) == tekken.NAME:
+            config = tekken.TOKENS | config
         # Variables of chat templates, such as {{ bos_token }}. A token is a string, or {"content": string, ...}.
         special = {key: value for key, value in config.items() if key.endswith("_token")}
         special = {key: value["content"] if isinstance(value, dict) else value for key, value in special.items()}
@@ -574,11 +577,19 @@ def _marked(text: str) -> list[tuple[int, int]]:
     return spans
 
 
+def source_of(folder: pathlib.Path) -> str:
+    """Return the name of the file in a folder that has its tokens: tokenizer.json, or the first that is there."""
+    names = ("tokenizer.json", tiktoken.NAME, tekken.NAME)
+    return next((name for name in names if (folder / name).exists()), "tokenizer.json")
+
+
 def _read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
-    file = folder / "tokenizer.json"
-    if not file.exists() and (folder / tiktoken.NAME).exists():
+    file = folder / source_of(folder)
+    if file.name == tiktoken.NAME:
         added = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
-        return tiktoken.read(folder / tiktoken.NAME, {int(id): token["content"] for id, token in added.items()})
+        return tiktoken.read(file, {int(id): token["content"] for id, token in added.items()})
+    if file.name == tekken.NAME:
+        return tekken.read(file)
     if not file.exists():
         others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).exists()]
         raise FileNotFoundError(
@@ -600,14 +611,21 @@ def _read_tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer:
 
 
 def chat_template_of(folder: pathlib.Path) -> str | None:
-    """Read the chat template of a folder in Hub layout; None if it has none."""
+    """Read the chat template of a folder in Hub layout; None if it has none.
+
+    Where the folder has none, but its model's makers publish code that writes chats, it is zoo's template of the same
+    texts.
+    """
     file = folder / TEMPLATE
     if file.exists():
         return file.read_text(encoding="utf-8")
-    template = _read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+    for name in "tokenizer_config.json", "chat_template.json":  # the second is of models that see
+        template = _read_json(folder / name).get("chat_template")
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if template is not None:
+            return template
+    return tekken.template(folder / tekken.NAME) if (folder / tekken.NAME).exists() else None
 
 
 def _write(path: pathlib.Path, text: str) -> None:
