@@ -236,6 +236,30 @@ def test_reasoning_goes_by_every_name(tmp_path):
         assert tokenizer.render([{"role": "assistant", "content": "4", name: "hm"}]) == "hm hm 4"
 
 
+@pytest.mark.parametrize(
+    ("kind", "both"),  # two questions: V3.2 opens an answer to each, V4 joins them
+    [
+        ("deepseek_v32", "<｜User｜>a<｜Assistant｜></think><｜User｜>b"),
+        ("deepseek_v4", "<｜User｜>a\n\nb"),
+    ],
+)
+def test_deepseek_without_a_template(kind, both, tmp_path):
+    """Text equals that of the code in the repositories of V3.2 and V4, which has the instructions for tools, too."""
+    test_tokenizer.folder(tmp_path, None)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    tokenizer, ask, say = Tokenizer(tmp_path), dict(role="user", content="c"), dict(role="assistant", content="d")
+    first = [dict(role="system", content="s"), ask | dict(content="a"), ask | dict(content="b")]
+    chat = [*first, reasons(say, "reasoning_content"), ask]
+    text = f"<s>s{both}<｜Assistant｜></think>d</s><｜User｜>c<｜Assistant｜>"
+    assert tokenizer.render(chat) == f"{text}</think>"
+    assert tokenizer.render(chat, thinking=True) == f"{text}<think>"
+    assert tokenizer.render([*chat, chat[3]], thinking=True) == f"{text}<think>hm</think>d</s>"
+    with pytest.raises(ValueError, match="tools, and the reasoning_effort max, need the folder encoding"):
+        tokenizer.render(chat, tools=TOOLS)
+    with pytest.raises(ValueError, match="message 2 is not a text alone"):
+        tokenizer.render(call({})[:2])
+
+
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 

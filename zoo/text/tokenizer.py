@@ -37,6 +37,9 @@ Expand = Callable[[str, Spans], tuple[str, Spans]]
 OPEN, CLOSE, TEMPLATES = "\ufdd0", "\ufdd1", "\ufdd3"
 MARKS = re.compile(f"[{OPEN}{CLOSE}{USERS}{TEMPLATES}]")
 TEMPLATE = "chat_template.jinja"
+# The template of DeepSeek V3.2 and V4, whose repositories have none, and what it begins with, by their model_type.
+DEEPSEEK_TEMPLATE = pathlib.Path(__file__).with_name("deepseek.jinja")
+DEEPSEEK = {"deepseek_v32": "{%- set merges = false -%}\n", "deepseek_v4": "{%- set merges = true -%}\n"}
 TRUSTED = ("assistant", "system", "developer")  # roles whose messages may contain control tokens
 
 
@@ -625,7 +628,10 @@ def chat_template_of(folder: pathlib.Path) -> str | None:
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         if template is not None:
             return template
-    return tekken.template(folder / tekken.NAME) if (folder / tekken.NAME).exists() else None
+    if (folder / tekken.NAME).exists():
+        return tekken.template(folder / tekken.NAME)
+    kind = _read_json(folder / "config.json").get("model_type")
+    return DEEPSEEK[kind] + DEEPSEEK_TEMPLATE.read_text(encoding="utf-8") if kind in DEEPSEEK else None
 
 
 def _write(path: pathlib.Path, text: str) -> None:
