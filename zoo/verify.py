@@ -29,7 +29,7 @@ import zoo
 from kernels import Tokens
 from zoo.nn.fields import NOT_CARRIED
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
-from zoo.nn.stack import Reports, Stack
+from zoo.nn.stack import Reports, Stack, run_block
 from zoo.source import Source
 from zoo.surgery import modules
 from zoo.weights import checkpoint
@@ -71,12 +71,17 @@ class Recorder(eqx.Module):
     stack: Stack
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: None, at: Tokens
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: None,
+        at: Tokens,
+        each: Float[Array, "layers batch seq dim"] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], None, Reports]:
-        run = eqx.filter_jit(lambda block, x: block(x, cache, at)[0])
-        outputs = []
-        for block in self.blocks():
-            x = run(block, x)
+        run = eqx.filter_jit(lambda block, x, own, shared: run_block(block, x, cache, at, own, shared))
+        outputs, shared = [], {}
+        for n, block in enumerate(self.blocks()):
+            x, _, _, left = run(block, x, None if each is None else each[n], shared)
+            shared |= left
             outputs.append(x)
         return x, None, (tuple(outputs),)
 

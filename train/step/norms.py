@@ -13,7 +13,7 @@ from train.step.microbatches import per, split
 from train.step.step import Batch, Recipe
 from zoo.lora import combine
 from zoo.nn.cache import AbstractCache
-from zoo.nn.stack import AbstractBlock, Report, Stack
+from zoo.nn.stack import AbstractBlock, AbstractSharingBlock, Report, Shared, Stack, run_block
 from zoo.surgery import cast, modules, path_name, with_remat
 
 
@@ -24,20 +24,25 @@ class Size(eqx.Module):
     names: tuple[str, ...] = eqx.field(static=True)  # names of the layers
 
 
-class Sized(AbstractBlock):
+class Sized(AbstractSharingBlock):
     """A layer that reports the `Size` of its output features, instead of its own report."""
 
     block: AbstractBlock
     names: tuple[str, ...] = eqx.field(static=True)
 
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
-        x, cache, _ = self.block(x, cache, at)
+    def run(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: AbstractCache | None,
+        at: Tokens,
+        own: Float[Array, "batch seq dim"] | None,
+        shared: Shared,
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report, Shared]:
+        x, cache, _, left = run_block(self.block, x, cache, at, own, shared)
         real = jnp.ones(x.shape[:2]) if at.segments is None else (at.segments != 0).astype(jnp.float32)
         squares = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1)
         mean = jnp.sum(squares * real) / jnp.maximum(jnp.sum(real), 1)
-        return x, cache, Size(jnp.sqrt(mean), self.names)
+        return x, cache, Size(jnp.sqrt(mean), self.names), left
 
 
 def sized(model: Any) -> Any:

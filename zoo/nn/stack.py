@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -89,6 +89,52 @@ class AbstractDecoderBlock(AbstractBlock):
     @abc.abstractmethod
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
         """Makes an empty cache for positions 0 to `length` - 1, of so many layers like this one."""
+
+
+Shared = Mapping[str, Any]
+"""What layers leave for later ones in one call, by name, such as keys and values: trees of arrays."""
+
+
+class AbstractSharingBlock(AbstractBlock):
+    """A layer that reads more than features: an input of its own, and what earlier layers have left for it."""
+
+    @abc.abstractmethod
+    def run(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: AbstractCache | None,
+        at: Tokens,
+        own: Float[Array, "batch seq dim"] | None,
+        shared: Shared,
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report, Shared]:
+        """Returns what a block does, and what this layer leaves for later ones.
+
+        Args:
+            x: features.
+            cache: the layer's. None: these tokens are all there is.
+            at: where the tokens stand.
+            own: the layer's entry of the stack's `each`; None: the stack was given none.
+            shared: what earlier layers have left in this call.
+        """
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
+        return self.run(x, cache, at, None, {})[:3]
+
+
+def run_block(
+    block: AbstractBlock,
+    x: Float[Array, "batch seq embed"],
+    cache: AbstractCache | None,
+    at: Tokens,
+    own: Float[Array, "batch seq dim"] | None,
+    shared: Shared,
+) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report, Shared]:
+    """Runs a layer of either kind, as `AbstractSharingBlock.run` does. Other layers leave nothing."""
+    if isinstance(block, AbstractSharingBlock):
+        return block.run(x, cache, at, own, shared)
+    return *block(x, cache, at), {}
 
 
 class Stack(eqx.Module):
@@ -197,6 +243,7 @@ class Stack(eqx.Module):
         cache: Caches | None = None,
         at: Tokens = Tokens(),  # noqa: B008 (a value)
         after: Sequence[Float[Array, "batch seq embed"]] = (),
+        each: Float[Array, "layers batch seq dim"] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         """Runs every layer. Returns `x`, the new cache (None without one), and the layers' reports.
 
@@ -210,14 +257,16 @@ class Stack(eqx.Module):
             at: where the tokens stand.
             after: is added to the features after each of the first layers (DeepStack, arXiv:2406.04334). A model gives
                 these layers kinds of their own, so that none of them is in a run that repeats.
+            each: an input of each layer alone, for layers that are an `AbstractSharingBlock`.
 
         Raises:
-            ValueError: for a cache where there are stages, or if `after` has more entries than there are layers before
-                the first run that repeats.
+            ValueError: for a cache where there are stages; if `after` has more entries than there are layers before the
+                first run that repeats; if a layer in such a run leaves something for later ones, of which there would
+                be several; or if layers that are shared between stages have `each`, or were left something.
         """
         # Where `x` is no tracer nothing compiles this call, and its scans would be traced and compiled every time.
         run = Stack._run if isinstance(x, Tracer) else _compiled
-        return run(self, x, cache, at, tuple(after))
+        return run(self, x, cache, at, tuple(after), each)
 
     def _run(
         self,
@@ -225,6 +274,7 @@ class Stack(eqx.Module):
         cache: Caches | None,
         at: Tokens,
         after: tuple[Float[Array, "batch seq embed"], ...],
+        each: Float[Array, "layers batch seq dim"] | None,
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         if cache is not None and mesh.split(mesh.STAGE) > 1:
             raise ValueError("There is no pipeline for decoding: use a mesh without stage, such as tensor=8, for that.")
@@ -239,19 +289,23 @@ class Stack(eqx.Module):
         none = lambda blocks: (None,) * len(blocks)
         caches: Any = (none(self.head), none(self.period), none(self.tail)) if cache is None else cache
         head_cache, period_cache, tail_cache = caches
-        x, head_cache, head_reports = _run_blocks(self.head, x, head_cache, at, remat, after)
+        of = lambda layers: None if each is None else each[layers.start : layers.stop]
+        own = of(range(len(self.head)))
+        x, head_cache, head_reports, shared = _run_blocks(self.head, x, head_cache, at, own, {}, remat, after)
         written, period_reports = (), ()
         for layers, blocks, repeats in scans:
-            own = slice(blocks.start, blocks.stop)
+            period, own, added = self.period[blocks.start : blocks.stop], of(layers), after[layers.start :]
             if cache is None:
-                x, reports = _scan(self.period[own], repeats, x, at, remat, after[layers.start :])
+                x, reports, left = _scan(period, repeats, x, at, own, shared, remat, added)
             else:
-                old, added = period_cache[own], after[layers.start :]
-                x, new, reports = _scan_with_caches(self.period[own], repeats, x, old, at, added)
+                old = period_cache[blocks.start : blocks.stop]
+                x, new, reports, left = _scan_with_caches(period, repeats, x, old, at, own, shared, added)
                 written += new
             period_reports += reports
-        after = after[self.num_layers - len(self.tail) :]
-        x, tail_cache, tail_reports = _run_blocks(self.tail, x, tail_cache, at, remat, after)
+            shared = {**shared, **left}
+        last = range(self.num_layers - len(self.tail), self.num_layers)
+        after = after[last.start :]
+        x, tail_cache, tail_reports, _ = _run_blocks(self.tail, x, tail_cache, at, of(last), shared, remat, after)
         new_cache = None if cache is None else (head_cache, written, tail_cache)
         return split_tokens(x), new_cache, (head_reports, period_reports, tail_reports)
 
@@ -277,16 +331,21 @@ class Stack(eqx.Module):
 
 
 def _run_layer(
-    block: AbstractBlock, cache: AbstractCache | None, at: Tokens, x: Float[Array, "batch seq embed"]
-) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
+    block: AbstractBlock,
+    cache: AbstractCache | None,
+    at: Tokens,
+    own: Float[Array, "batch seq dim"] | None,
+    shared: Shared,
+    x: Float[Array, "batch seq embed"],
+) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report, Shared]:
     """Runs one layer, with its tokens split over the mesh in scope.
 
     Between layers tokens are spread over "tensor" too, so what `remat` keeps by the name `LAYER_INPUT` is spread. The
     layer gets them gathered along "tensor", over which it splits its own heads and features.
     """
     x = checkpoint_name(spread_tokens(x), LAYER_INPUT)
-    x, cache, report = block(split_tokens(x), cache, at)
-    return spread_tokens(x), cache, report
+    x, cache, report, left = run_block(block, split_tokens(x), cache, at, own, shared)
+    return spread_tokens(x), cache, report, left
 
 
 def _run_blocks(
@@ -294,21 +353,25 @@ def _run_blocks(
     x: Float[Array, "batch seq embed"],
     caches: Sequence[AbstractCache | None],
     at: Tokens,
+    each: Float[Array, "layers batch seq dim"] | None,
+    shared: Shared,
     remat: Remat | None,
     after: Sequence[Float[Array, "batch seq embed"]],
-) -> tuple[Float[Array, "batch seq embed"], tuple[Any, ...], tuple[Report, ...]]:
+) -> tuple[Float[Array, "batch seq embed"], tuple[Any, ...], tuple[Report, ...], Shared]:
     """Runs blocks one by one, each within `remat`, and adds `after[n]` to the features after `blocks[n]`.
 
-    Returns `x`, the new caches, and the blocks' reports.
+    Returns `x`, the new caches, the blocks' reports, and what they leave for later ones.
     """
-    new, reports = [], []
+    new, reports, left = [], [], {}
     for n, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
-        layer = functools.partial(_run_layer, block, cache, at)
-        x, cache, report = remat(layer)(x) if remat else layer(x)
+        own = None if each is None else each[n]
+        layer = functools.partial(_run_layer, block, cache, at, own, {**shared, **left})
+        x, cache, report, of_layer = remat(layer)(x) if remat else layer(x)
         x = spread_tokens(x + after[n]) if n < len(after) else x
         new.append(cache)
         reports.append(report)
-    return x, tuple(new), tuple(reports)
+        left.update(of_layer)
+    return x, tuple(new), tuple(reports), left
 
 
 def _scan(
@@ -316,12 +379,14 @@ def _scan(
     repeats: int,
     x: Float[Array, "batch seq embed"],
     at: Tokens,
+    each: Float[Array, "layers batch seq dim"] | None,
+    shared: Shared,
     remat: Remat | None,
     after: Sequence[Float[Array, "batch seq embed"]],
-) -> tuple[Float[Array, "batch seq embed"], tuple[Report, ...]]:
+) -> tuple[Float[Array, "batch seq embed"], tuple[Report, ...], Shared]:
     """Runs a period `repeats` times, with other weights each time. Stages share the repeats if they divide them.
 
-    Returns `x`, and the stacked reports of each of the period's blocks.
+    Returns `x`, the stacked reports of each of the period's blocks, and what they leave for later ones.
     """
     arrays, static = eqx.partition(period, eqx.is_array)
     # Where XLA eliminates common subexpressions, it may merge what the backward pass computes again with the forward
@@ -330,18 +395,29 @@ def _scan(
     if remat and repeats > 1 and len(period) == 1:
         remat = functools.partial(remat, prevent_cse=False)
 
-    def run(weights: Any, rows: Array, rows_at: Tokens) -> tuple[Array, tuple[Report, ...]]:
+    def run(weights: Any, rows: Array, rows_at: Tokens) -> tuple[Array, tuple[tuple[Report, ...], Shared]]:
         """Runs some of the repeats on some of the sequences. `pipeline` adds up the reports of all sequences."""
 
-        def one(rows: Array, weights: Any) -> tuple[Array, tuple[Report, ...]]:
+        def one(rows: Array, of_repeat: Any) -> tuple[Array, tuple[tuple[Report, ...], Shared]]:
+            weights, own = of_repeat
             blocks = eqx.combine(weights, static)
-            rows, _, reports = _run_blocks(blocks, rows, (None,) * len(blocks), rows_at, remat, after)
-            return rows, reports
+            none = (None,) * len(blocks)
+            rows, _, reports, left = _run_blocks(blocks, rows, none, rows_at, own, shared, remat, after)
+            return rows, (reports, _left_once(left, repeats))
 
-        return jax.lax.scan(one, rows, weights)
+        return jax.lax.scan(one, rows, (weights, _by_repeat(each, repeats)))
 
     stages = mesh.split(mesh.STAGE)
-    return pipeline(run, arrays, x, at) if stages > 1 and repeats % stages == 0 else run(arrays, x, at)
+    if stages == 1 or repeats % stages:
+        x, (reports, left) = run(arrays, x, at)
+        return x, reports, _of_one_repeat(left)
+    if each is not None or shared:
+        raise ValueError(
+            "There is no pipeline for layers that have inputs of their own, or read what earlier ones left for them, "
+            "such as keys and values: use a mesh without stage."
+        )
+    x, (reports, _) = pipeline(run, arrays, x, at)
+    return x, reports, {}
 
 
 def _scan_with_caches(
@@ -350,8 +426,10 @@ def _scan_with_caches(
     x: Float[Array, "batch seq embed"],
     caches: tuple[AbstractCache, ...],
     at: Tokens,
+    each: Float[Array, "layers batch seq dim"] | None,
+    shared: Shared,
     after: Sequence[Float[Array, "batch seq embed"]],
-) -> tuple[Float[Array, "batch seq embed"], tuple[AbstractCache, ...], tuple[Report, ...]]:
+) -> tuple[Float[Array, "batch seq embed"], tuple[AbstractCache, ...], tuple[Report, ...], Shared]:
     """Runs a period `repeats` times, as `_scan` does, with caches that hold the layers of all repeats.
 
     Caches are in the carry, where XLA writes them in place. As scanned inputs and outputs they would be copied whole at
@@ -361,16 +439,36 @@ def _scan_with_caches(
     arrays, static = eqx.partition(period, eqx.is_array)
     whole, scanned = eqx.partition(arrays, _read_in_place(arrays))
 
-    def one(carry: Any, of_repeat: Any) -> tuple[Any, tuple[Report, ...]]:
-        (x, caches), (repeat, sliced) = carry, of_repeat
+    def one(carry: Any, of_repeat: Any) -> tuple[Any, tuple[tuple[Report, ...], Shared]]:
+        (x, caches), (repeat, sliced, own) = carry, of_repeat
         caches = tuple(eqx.tree_at(lambda c: c.layer, cache, repeat) for cache in caches)
         references = jax.tree.map(lambda stack: Stacked(stack, repeat), whole)
         blocks = eqx.combine(references, sliced, static, is_leaf=lambda node: isinstance(node, Stacked))
-        x, caches, reports = _run_blocks(blocks, x, caches, at, None, after)
-        return (x, caches), reports
+        x, caches, reports, left = _run_blocks(blocks, x, caches, at, own, shared, None, after)
+        return (x, caches), (reports, _left_once(left, repeats))
 
-    (x, caches), reports = jax.lax.scan(one, (x, caches), (jnp.arange(repeats), scanned))
-    return x, caches, reports
+    of_repeats = (jnp.arange(repeats), scanned, _by_repeat(each, repeats))
+    (x, caches), (reports, left) = jax.lax.scan(one, (x, caches), of_repeats)
+    return x, caches, reports, _of_one_repeat(left)
+
+
+def _by_repeat(
+    each: Float[Array, "layers batch seq dim"] | None, repeats: int
+) -> Float[Array, "repeats period batch seq dim"] | None:
+    """Groups the inputs of a run's layers by repeat."""
+    return None if each is None else each.reshape(repeats, -1, *each.shape[1:])
+
+
+def _left_once(left: Shared, repeats: int) -> Shared:
+    """Raises ValueError if layers that repeat leave something, since every repeat would."""
+    if left and repeats > 1:
+        raise ValueError(f"Layers leave {', '.join(left)} and repeat: give those that leave it a kind of their own.")
+    return left
+
+
+def _of_one_repeat(left: Shared) -> Shared:
+    """Removes the axis of repeats, of which there is one."""
+    return jax.tree.map(lambda a: a[0], left)
 
 
 def _repetition(kinds: Int[np.ndarray, " layers"]) -> tuple[int, int, int]:
