@@ -92,7 +92,7 @@ class AbstractDecoderBlock(AbstractBlock):
 
 
 Shared = Mapping[str, Any]
-"""What layers leave for later ones in one call, by name, such as keys and values: trees of arrays."""
+"""Trees of arrays that layers leave for later ones in one call, by name, such as keys and values."""
 
 
 class AbstractSharingBlock(AbstractBlock):
