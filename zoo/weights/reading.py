@@ -161,6 +161,10 @@ class Reader:
                 self._for_each_piece(look, names, shape, PIECE // dtype.itemsize)
             return mapped
         out = aligned_empty((*names.shape, *shape), dtype)
+        if not shape:  # a number, which has no rows
+            for at in np.ndindex(names.shape):
+                out[at] = self.tensors[str(names[at])].part((), dtype)
+            return out
 
         def fetch(tensor: Stored, at: tuple[int, ...], piece: slice) -> None:
             plain = whole_rows(tensor, inner) and not parameter.transposed
@@ -196,7 +200,7 @@ class Reader:
     def _mapped(self, parameter: Parameter, index: Index, dtype: np.dtype) -> np.ndarray | None:
         """Map `array[index]` of a parameter that is stored as one tensor as it is; None if it has to be copied."""
         names, inner, shape = locate(parameter, index)
-        if not self.mmap or names.ndim or parameter.transposed:
+        if not self.mmap or names.ndim or not shape or parameter.transposed:
             return None
         tensor = self.tensors[names.item()]
         if not isinstance(tensor, Tensor) or dtype != tensor.dtype:
