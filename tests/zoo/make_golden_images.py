@@ -55,6 +55,12 @@ FILES = {
         dict(image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]", image_token="[IMG]", patch_size=14,
              processor_class="PixtralProcessor", spatial_merge_size=2),
     ),
+    "gemma4": (
+        dict(do_convert_rgb=True, do_normalize=False, do_rescale=True, do_resize=True, image_mean=[0.0] * 3,
+             image_std=[1.0] * 3, image_processor_type="Gemma4ImageProcessor", image_seq_length=280,
+             max_soft_tokens=280, patch_size=16, pooling_kernel_size=3, resample=3, rescale_factor=1 / 255),
+        dict(audio_ms_per_token=40, audio_seq_length=750, image_seq_length=280, processor_class="Gemma4Processor"),
+    ),
 }  # fmt: skip
 SIZES = {"small": (37, 53), "wide": (199, 611), "tall": (701, 233), "large": (997, 1603), "thin": (11, 400)}
 SECONDS = [0.0, 0.5, 1.0, 1.5, 2.0]  # times of a video's frames, an odd number
@@ -124,6 +130,16 @@ def theirs(name: str, images: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray,
         tokens.image_processor, tokens.image_token = Qwen2VLImageProcessorPil(**inner), "<|image_pad|>"
         out = tokens.image_processor(images, return_tensors="np")
         return out["pixel_values"], out["image_grid_thw"], Qwen3VLProcessor.replace_image_token(tokens, out, 0)
+    if name == "gemma4":
+        from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+        from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+
+        out = Gemma4ImageProcessorPil(**inner)(images, return_tensors="np")
+        tokens.boi_token, tokens.image_token, tokens.eoi_token = "<|image>", "<|image|>", "<image|>"
+        text = Gemma4Processor.replace_image_token(tokens, out, 0)
+        columns, rows = out["image_position_ids"][0].max(axis=0) + 1
+        squares = np.arange(rows * columns).reshape(rows // 3, 3, columns // 3, 3).swapaxes(1, 2).ravel()
+        return out["pixel_values"][0][squares], np.array([[1, rows, columns]]), text
     if name.startswith("gemma3"):
         from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
         from transformers.models.gemma3.processing_gemma3 import Gemma3Processor

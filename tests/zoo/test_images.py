@@ -21,6 +21,7 @@ from tests.zoo.make_golden_images import FILES, SECONDS, SIZES, picture
 from zoo.vision.open import image_size, open_image
 from zoo.vision.processors.base import LongestEdge, PixelBounds, Rectangle, patchify
 from zoo.vision.processors.gemma3 import Gemma3
+from zoo.vision.processors.gemma4 import Gemma4
 from zoo.vision.processors.llama4 import Llama4
 from zoo.vision.processors.pixtral import Pixtral
 from zoo.vision.processors.qwen3_vl import Qwen3VL, Qwen3VLVideo, smart_resize
@@ -29,7 +30,7 @@ from zoo.vision.towers import siglip
 
 GOLDEN = json.loads(make_golden_images.GOLDEN.read_text())
 KINDS = {"gemma3": Gemma3, "qwen2": Qwen3VL, "qwen3": Qwen3VL, "llama4": Llama4}
-KINDS |= {"pixtral": Pixtral, "qwen3-vl-video": Qwen3VLVideo}
+KINDS |= {"gemma4": Gemma4, "pixtral": Pixtral, "qwen3-vl-video": Qwen3VLVideo}
 BY_TORCHVISION = ("llama4", "qwen3-vl-video")
 PHOTO = pathlib.Path(__file__).parents[2] / "../shared/data/images/test_image.jpg"
 CASES = [(name, size) for name in FILES for size in (["video"] if name.endswith("video") else SIZES)]
@@ -76,7 +77,7 @@ def test_as_in_transformers(read, name, size):
     else:
         assert off.max() < 1e-5
     assert len(processed.patches) == processed.grids.prod(axis=1).sum()
-    merged = {"gemma3": 16, "gemma3-scan": 1}.get(name, 4)  # patches per feature
+    merged = {"gemma3": 16, "gemma3-scan": 1, "gemma4": 9}.get(name, 4)  # patches per feature
     assert processed.text.count(processor.placeholder) * merged == len(processed.patches)
 
 
@@ -109,6 +110,7 @@ def test_sizes_live():
     """The sizes agree for a thousand images each, with extreme ones, and both refuse the same ones."""
     pytest.importorskip("transformers", reason="live parity needs transformers and torch")
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
     from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as smart_resize_image
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_video
@@ -133,6 +135,9 @@ def test_sizes_live():
         pixtral = Pixtral(size=LongestEdge(longest), patch_size=14, spatial_merge_size=2)
         theirs = get_resize_output_image_size(blank, longest, 28, "channels_first")
         assert pixtral.resized(height, width) == theirs, (height, width, longest)
+        tokens = int(random.choice([70, 140, 280, 560, 1120]))
+        theirs = either(get_aspect_ratio_preserving_size, height, width, 16, tokens * 9, 3)
+        assert either(Gemma4(max_soft_tokens=tokens).resized, height, width) == theirs, (height, width, tokens)
         keys = ("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate")
         values = (int(random.integers(1, 400)), int(random.integers(1, 8)), random.uniform(1, 3))
         gemma = Gemma3(size=Rectangle(16, 16), do_pan_and_scan=True, **dict(zip(keys, values, strict=True)))
@@ -449,7 +454,7 @@ def test_a_photograph_live(read, monkeypatch):
     with Image.open(PHOTO) as opened:
         photo, image = open_image(PHOTO), np.array(load_image(opened))
     assert np.array_equal(photo, image)
-    for name in ("gemma3", "gemma3-scan", "qwen2-vl", "qwen3-vl", "pixtral"):
+    for name in ("gemma3", "gemma3-scan", "gemma4", "qwen2-vl", "qwen3-vl", "pixtral"):
         patches, grids, text = make_golden_images.theirs(name, [image])
         processed = read(name)(photo)
         assert np.array_equal(processed.patches, patches), name
@@ -461,7 +466,7 @@ def test_every_key_is_accounted_for(read):
     for name in FILES:
         with pytest.raises(ValueError, match=r"preprocessor_config.json says sharpen=True; \w+ does not know it"):
             read(name, sharpen=True)
-        for key, value in dict(do_normalize=False, do_center_crop=True, do_resize=False).items():
+        for key, value in dict(do_normalize=name == "gemma4", do_center_crop=True, do_resize=False).items():
             with pytest.raises(ValueError, match=f"says {key}={value}; .* implements only {not value}"):
                 read(name, **{key: value})
         for key, value in dict(size={"height": 896, "depth": 3}, image_mean=[0.5], resample="best").items():
@@ -486,6 +491,7 @@ def test_numbers_have_bounds(read):
         ("gemma3", "patch_size", 0),
         ("gemma3", "image_seq_length", 10**9),
         ("gemma3", "pan_and_scan_max_num_crops", 10**9),
+        ("gemma4", "max_soft_tokens", 10**6),
         ("llama4", "max_patches", 10**6),
         ("llama4", "pixel_shuffle_ratio", 0.0),
         ("pixtral", "patch_size", -16),

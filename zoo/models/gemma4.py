@@ -7,12 +7,13 @@ E2B and E4B have embeddings for each layer: a token has a vector of its own in e
 no keys and values of their own, but read those of the last layer of their kind that has. In 26B-A4B each layer has a
 mixture of experts beside its MLP.
 
-Only text is implemented. The vision and audio towers of a checkpoint are left out.
+All take images, which keep their shape. Loaded without parts=("vision",), a model is the text model alone, and saved as
+one. The towers of E2B, E4B and 12B that take sound are not implemented: their tensors are left out.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -26,7 +27,6 @@ from kernels import Tokens
 from kernels.sums import pick, scaled, spread
 from zoo.nn import moe
 from zoo.nn.cache import KV, NoCache, WindowKV, init_kv
-from zoo.nn.fields import text_config
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -37,13 +37,49 @@ from zoo.nn.layers import (
     geglu,
     recomputed,
 )
-from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
+from zoo.nn.model import (
+    AbstractMixtureConfig,
+    AbstractVisionModel,
+    Family,
+    Images,
+    OneOf,
+    Released,
+    causal_keys,
+)
 from zoo.nn.rope import AbstractRotary, Rotary, coordinates, rotated
 from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, AbstractSharingBlock, Caches, Reports, Shared, Stack
+from zoo.vision.model import AbstractVision, AbstractVisionConfig, AbstractVisionKeys, Nested, by_parts
+from zoo.vision.processors.gemma4 import Gemma4
+from zoo.vision.towers import gemma4 as towers
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageKeys(AbstractVisionKeys):
+    """The keys of a multimodal config.json beside its `text_config`."""
+
+    boi_token_id: int = 255_999
+    image_token_id: int = 258_880
+    eoi_token_id: int = 258_882
+    video_token_id: int = 258_884
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig(ImageKeys):
+    """These keys of a model with a tower."""
+
+    tower: towers.Config
+    vision_soft_tokens_per_image: int = 280  # nothing depends on it
+
+
+@dataclasses.dataclass(frozen=True)
+class UnifiedVisionConfig(ImageKeys):
+    """These keys of 12B."""
+
+    tower: towers.EmbedderConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +104,7 @@ class Ropes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(AbstractMixtureConfig):
+class Config(AbstractMixtureConfig, AbstractVisionConfig):
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -95,7 +131,8 @@ class Config(AbstractMixtureConfig):
     final_logit_softcapping: float | None = None
     tie_word_embeddings: bool = True
     attention_bias: bool = False
-    use_bidirectional_attention: Literal["vision"] | None = None  # of images, which are not implemented
+    use_bidirectional_attention: Literal["vision"] | None = None  # whether an image's tokens see each other both ways
+    vision: VisionConfig | UnifiedVisionConfig | None = None
 
     def __post_init__(self):
         c, layers = self, range(self.num_hidden_layers)
@@ -155,19 +192,25 @@ class Config(AbstractMixtureConfig):
 
 # fmt: off
 FIVE_OF_SIX, FOUR_OF_FIVE = (*(SLIDING,) * 5, FULL), (*(SLIDING,) * 4, FULL)
-E2B: dict[str, Any] = dict(layer_types=FOUR_OF_FIVE * 7, num_kv_shared_layers=20, use_double_wide_mlp=True)
-E4B: dict[str, Any] = dict(layer_types=FIVE_OF_SIX * 7, num_kv_shared_layers=18)
+SMALL_TOWER = towers.Config(use_clipped_linears=True, global_head_dim=64)
+LARGE_TOWER = towers.Config(1152, 4304, 27, 16, 16, 72, standardize=True, global_head_dim=72)
+SMALL: dict[str, Any] = dict(final_logit_softcapping=30.0, vision=VisionConfig(tower=SMALL_TOWER))
+E2B: dict[str, Any] = SMALL | dict(
+    layer_types=FOUR_OF_FIVE * 7, num_kv_shared_layers=20, use_double_wide_mlp=True,
+)
+E4B: dict[str, Any] = SMALL | dict(layer_types=FIVE_OF_SIX * 7, num_kv_shared_layers=18)
 LARGE: dict[str, Any] = dict(
-    attention_k_eq_v=True, hidden_size_per_layer_input=0, use_bidirectional_attention="vision",
+    attention_k_eq_v=True, hidden_size_per_layer_input=0, final_logit_softcapping=30.0,
+    use_bidirectional_attention="vision", vision=VisionConfig(tower=LARGE_TOWER),
 )
 A4B: dict[str, Any] = LARGE | dict(enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704)
-CAP: dict[str, Any] = dict(final_logit_softcapping=30.0)
+UNIFIED: dict[str, Any] = LARGE | dict(vision=UnifiedVisionConfig(tower=towers.EmbedderConfig()))
 #                       hidden    mlp  layers heads  kv  global kv  positions window
-GEMMA4_E2B     = Config(  1536,  6144,     35,    8,  1,      None,    131072,   512, **CAP, **E2B)
-GEMMA4_E4B     = Config(  2560, 10240,     42,    8,  2,      None,    131072,   512, **CAP, **E4B)
-GEMMA4_12B     = Config(  3840, 15360,     48,   16,  8,         1,    262144,  1024, **CAP, **LARGE)
-GEMMA4_26B_A4B = Config(  2816,  2112,     30,   16,  8,         2,    262144,  1024, **CAP, **A4B)
-GEMMA4_31B     = Config(  5376, 21504,     60,   32, 16,         4,    262144,  1024, **CAP, **LARGE)
+GEMMA4_E2B     = Config(  1536,  6144,     35,    8,  1,      None,    131072,   512, **E2B)
+GEMMA4_E4B     = Config(  2560, 10240,     42,    8,  2,      None,    131072,   512, **E4B)
+GEMMA4_12B     = Config(  3840, 15360,     48,   16,  8,         1,    262144,  1024, **UNIFIED)
+GEMMA4_26B_A4B = Config(  2816,  2112,     30,   16,  8,         2,    262144,  1024, **A4B)
+GEMMA4_31B     = Config(  5376, 21504,     60,   32, 16,         4,    262144,  1024, **LARGE)
 
 CONFIGS = {
     "gemma4-e2b":      Released(GEMMA4_E2B,     "google/gemma-4-E2B"),
@@ -205,6 +248,11 @@ def normalised(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batc
         return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
     return run(x)
+
+
+def times(x: Float[Array, "*batch dim"], factor: float) -> Float[Array, "*batch dim"]:
+    """Multiply by a number that is not rounded to the dtype of x, as PyTorch does."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 class Attention(eqx.Module):
@@ -248,6 +296,8 @@ class Attention(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | NoCache | None, at: Tokens, shared: Shared
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | NoCache | None, Shared]:
+        if self.window is None:  # global layers are causal in images, too
+            at = at._replace(spans=None)
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(self.q_norm(heads(self.q_proj(x))), at)
         if self.k_proj is None or self.k_norm is None:
@@ -259,7 +309,11 @@ class Attention(eqx.Module):
             k_at = at  # where the keys stand
             if isinstance(cache, KV | WindowKV):
                 cache, k, v, k_at = cache.update(k, v, at)
-        y = kernels.attention(q, k, v, at, k_at, scale=1.0, mask=kernels.sliding(self.window))
+        mask = kernels.sliding(self.window)
+        if at.spans is not None:  # an image's tokens see each other both ways; the window limits only how far back
+            assert self.window is not None
+            mask = (kernels.Causal() | kernels.Spans()) & kernels.Window(self.window)
+        y = kernels.attention(q, k, v, at, k_at, scale=1.0, mask=mask)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache, {self.kind: (k, v, k_at)} if self.is_shared else {}
 
 
@@ -293,7 +347,7 @@ class ScaledRouter(eqx.Module):
         self.eps = config.rms_norm_eps
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq experts"]:
-        return self.proj(scaled(normalised(x, self.eps), self.scale) * x.shape[-1] ** -0.5)
+        return self.proj(times(scaled(normalised(x, self.eps), self.scale), x.shape[-1] ** -0.5))
 
 
 class Experts(eqx.Module):
@@ -372,7 +426,7 @@ class Block(AbstractSharingBlock, AbstractDecoderBlock):
     post_attention_layernorm: Float32RMSNorm
     pre_feedforward_layernorm: Float32RMSNorm
     mlp: MLP
-    moe: MoE | None
+    mixture: MoE | None
     post_feedforward_layernorm: Float32RMSNorm
     per_layer: PerLayerInput | None
     layer_scalar: Float[Array, " 1"]  # not trained
@@ -385,7 +439,7 @@ class Block(AbstractSharingBlock, AbstractDecoderBlock):
         self.post_attention_layernorm = Float32RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.pre_feedforward_layernorm = Float32RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c.hidden_size, width, key=mlp)
-        self.moe = MoE(c, key=experts) if c.enable_moe_block else None
+        self.mixture = MoE(c, key=experts) if c.enable_moe_block else None
         self.post_feedforward_layernorm = Float32RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.per_layer = PerLayerInput(c, key=per_layer) if c.hidden_size_per_layer_input else None
         self.layer_scalar = jnp.ones(1)
@@ -401,8 +455,8 @@ class Block(AbstractSharingBlock, AbstractDecoderBlock):
         y, cache, left = self.self_attn(self.input_layernorm(x), cache, at, shared)
         x = x + self.post_attention_layernorm(y)
         y, routing = self.mlp(self.pre_feedforward_layernorm(x)), None
-        if self.moe is not None:
-            y, routing = self.moe(x, y, at.segments)
+        if self.mixture is not None:
+            y, routing = self.mixture(x, y, at.segments)
         x = x + self.post_feedforward_layernorm(y)
         if self.per_layer is not None:
             assert own is not None, "the model has embeddings for each layer"
@@ -437,22 +491,46 @@ class PerLayerEmbedding(eqx.Module):
         self, tokens: Int[Array, "batch seq"], x: Float[Array, "batch seq embed"]
     ) -> Float[Array, "layers batch seq dim"]:
         by_layer = lambda y: y.reshape(*y.shape[:2], -1, self.dim)
+        # The factor is rounded to the table's dtype, as in the reference.
         of_tokens = by_layer(self.embed_tokens_per_layer(tokens)) * self.dim**0.5
-        projected = by_layer(self.per_layer_model_projection(x) * x.shape[-1] ** -0.5)
-        return jnp.moveaxis((self.per_layer_projection_norm(projected) + of_tokens) * 2**-0.5, 2, 0)
+        projected = by_layer(times(self.per_layer_model_projection(x), x.shape[-1] ** -0.5))
+        return jnp.moveaxis(times(self.per_layer_projection_norm(projected) + of_tokens, 2**-0.5), 2, 0)
 
 
-class Model(AbstractModel):
+class Vision(AbstractVision):
+    tower: towers.Tower | towers.Embedder
+    projection: AbstractLinear
+    eps: float = eqx.field(static=True)
+    processor: ClassVar[type[Gemma4]] = Gemma4
+
+    def __init__(self, config: VisionConfig | UnifiedVisionConfig, hidden_size: int, *, key: PRNGKeyArray):
+        tower, projection = jax.random.split(key)
+        if isinstance(config, UnifiedVisionConfig):
+            self.tower, width = towers.Embedder(config.tower, key=tower), config.tower.mm_embed_dim
+        else:
+            self.tower, width = towers.Tower(config.tower, key=tower), config.tower.hidden_size
+        self.projection = Linear(width, hidden_size, key=projection)
+        self.eps = config.tower.rms_norm_eps
+
+    def __call__(
+        self, patches: Float[Array, "images patches pixels"], grids: Int[Array, "images 2"]
+    ) -> Float[Array, "images tokens embed"]:
+        x = self.tower(patches, towers.places(grids, patches.shape[1], self.tower.merge_size))
+        return self.projection(towers.normalised(x, self.eps))
+
+
+class Model(AbstractVisionModel):
     embed_tokens: Embedding
     per_layer: PerLayerEmbedding | None
     layers: Stack
     norm: Float32RMSNorm
     lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    vision: Vision | None
     config: Config = eqx.field(static=True)
 
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Initialise random weights, in float32."""
-        c, (embed, per_layer, layers, head) = config, jax.random.split(key, 4)
+    def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
+        """Initialise random weights, in float32, with these of `FAMILY.parts`; (): the text model alone."""
+        c, (embed, per_layer, layers, head, vision) = by_parts(config, parts), jax.random.split(key, 5)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         self.per_layer = PerLayerEmbedding(c, key=per_layer) if c.hidden_size_per_layer_input else None
@@ -460,13 +538,20 @@ class Model(AbstractModel):
         self.layers = Stack(lambda n, *, key: Block(c, n, key=key), kinds, key=layers)
         self.norm = Float32RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+        self.vision = None if c.vision is None else Vision(c.vision, c.hidden_size, key=vision)
 
     def forward(
-        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x = self.embed_tokens(tokens)
+        x = self.embed_text(tokens, images)
         # The factor is rounded to x's dtype, as in the reference: sqrt(5376) is 73.5 in bfloat16.
         x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+        if images is not None:  # features of images are not scaled
+            assert self.vision is not None, "`hidden` refuses images where there is no tower"
+            x = images.splice(x, self.vision(jnp.asarray(images.patches), jnp.asarray(images.grids)))
+            tokens = jnp.where(images.image < 0, tokens, 0)  # the id of padding
+            if self.config.use_bidirectional_attention:
+                at = at._replace(spans=images.image)
         each = None if self.per_layer is None else self.per_layer(tokens, x)
         x, cache, reports = self.layers(x, cache, at, each=each)
         return self.norm(x), cache, reports
@@ -477,23 +562,61 @@ class Model(AbstractModel):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-BESIDE = (  # keys beside text_config that say nothing of the text model
-    "architectures", "audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index",
-    "eoi_token_id", "image_token_id", "model_type", "tie_word_embeddings", "video_token_id", "vision_config",
-    "vision_soft_tokens_per_image",
-)  # fmt: skip
+# Keys of the text model that are written beside `text_config`.
+OUTSIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version", "eos_token_id")
+NESTED = Nested(
+    VisionConfig,
+    names={"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"},
+    outside=OUTSIDE,
+)
+UNIFIED_NESTED = Nested(
+    UnifiedVisionConfig,
+    names={"architectures": ["Gemma4UnifiedForConditionalGeneration"], "model_type": "gemma4_unified"},
+    outside=OUTSIDE,
+)
+SOUND = ("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")  # is not implemented
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a nested config.json (with a `text_config`).
+    """Flatten a nested config.json (with a `text_config`), without its keys of sound and without `per_layer_config`.
 
     Raises:
-        ValueError: if there is an unknown key beside `text_config`.
+        ValueError: from `of_full_layers` and `Nested.flat`.
     """
     if "text_config" not in hub:
-        return dict(hub)
+        return of_full_layers(hub)
+    nested = UNIFIED_NESTED if hub.get("model_type") == "gemma4_unified" else NESTED
     # Only the outer tie_word_embeddings counts, and without it embeddings are tied.
-    return text_config(hub, BESIDE) | dict(tie_word_embeddings=hub.get("tie_word_embeddings", True))
+    own = {key: value for key, value in hub.items() if key not in SOUND}
+    return of_full_layers(nested.flat({"tie_word_embeddings": True} | own))
+
+
+def of_full_layers(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring `per_layer_config`, as transformers 5 writes it, back into the keys of full attention of the releases.
+
+    Raises:
+        ValueError: if it says more than the sizes of the full layers' heads, or not the same of all.
+    """
+    text = dict(text)
+    if (stated := text.pop("per_layer_config", None)) is None:
+        return text
+    full = {str(n) for n, kind in enumerate(text.get("layer_types") or ()) if kind == FULL}
+    match [dict(sizes) for sizes in stated.values()]:
+        case [{"head_dim": head, **others}, *_] as each if (
+            stated.keys() == full and others.keys() <= {"num_key_value_heads"} and all(one == each[0] for one in each)
+        ):
+            heads = others.get("num_key_value_heads")
+            return text | dict(global_head_dim=head, num_global_key_value_heads=heads)
+    raise ValueError(
+        f"config.json says per_layer_config={stated!r:.200}; gemma4 needs a head_dim, and perhaps num_key_value_heads, "
+        "of all layers with full attention, the same of all, and of no others."
+    )
+
+
+def published_form(hub: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `standard_form`."""
+    unified = (hub["vision"] or {}).keys() == {field.name for field in dataclasses.fields(UnifiedVisionConfig)}
+    return (UNIFIED_NESTED if unified else NESTED).nested(hub)
 
 
 FAMILY = Family(  # zoo/nn/model.py explains the fields
@@ -503,6 +626,8 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
     configs=CONFIGS,
     model_types=("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
     partition_rules={
+        **{f"vision.tower.{path}": spec for path, spec in towers.PARTITION_RULES.items()},
+        "vision.projection": P("tensor", "fsdp"),
         "embed_tokens": P("tensor", "fsdp"),
         "per_layer.embed_tokens_per_layer": P("tensor", "fsdp"),
         "per_layer.per_layer_model_projection": P("tensor", "fsdp"),
@@ -521,14 +646,34 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "*norm*.weight": P(),
     },
     checkpoint_names={
+        "vision.tower.patch_embedder.*": "vision_tower.patch_embedder.{}",
+        "vision.tower.layers.*": "vision_tower.encoder.layers.{}",
+        "vision.tower.std_*": "vision_tower.std_{}",
+        "vision.tower.*": "vision_embedder.{}",
+        "vision.projection.*": "embed_vision.embedding_projection.{}",
         "lm_head.*": "lm_head.{}",
         "per_layer.*": "model.{}",
         "layers.*.per_layer.*": "model.layers.{}.{}",
-        "layers.*.moe.experts.*.weight": "model.layers.{}.experts.{}",
-        "layers.*.moe.*": "model.layers.{}.{}",
+        "layers.*.mixture.experts.*.weight": "model.layers.{}.experts.{}",
+        "layers.*.mixture.*": "model.layers.{}.{}",
         "*": "model.{}",
     },
-    aliases={"model.language_model.": "model."},
+    # In files with a vision tower, names begin otherwise.
+    beginnings={
+        "vision": {
+            "model.": "model.language_model.",
+            "vision_tower.": "model.vision_tower.",
+            "vision_embedder.": "model.vision_embedder.",
+            "embed_vision.": "model.embed_vision.",
+        }
+    },
+    # Beginnings in such files -> those that `checkpoint_names` gives.
+    aliases={
+        "model.language_model.": "model.",
+        "model.vision_tower.": "vision_tower.",
+        "model.vision_embedder.": "vision_embedder.",
+        "model.embed_vision.": "embed_vision.",
+    },
     # A copy of another tensor, to which it must be equal; what layers hold that read another one's keys and values; and
     # what only towers need.
     redundant={
@@ -536,16 +681,18 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "model.layers.*.self_attn.k_proj.*": None,
         "model.layers.*.self_attn.k_norm.*": None,
         "model.layers.*.self_attn.v_proj.{config.unused_values}": None,
-        "model.vision_tower.*": None,
-        "model.vision_embedder.*": None,
-        "model.embed_vision.*": None,
+        "vision_tower.*": None,
+        "vision_embedder.*": None,
+        "embed_vision.*": None,
         "model.audio_tower.*": None,
         "model.embed_audio.*": None,
     },
+    parts={"vision": "its vision tower, so that the model takes images"},
     implied={
         "architectures": OneOf([["Gemma4ForCausalLM"], ["Gemma4UnifiedForCausalLM"]]),
         "model_type": OneOf(["gemma4_text", "gemma4_unified_text"]),
         "hidden_activation": "gelu_pytorch_tanh",
     },
     standard_form=standard_form,
+    published_form=published_form,
 )

@@ -77,6 +77,8 @@ class Checkpoint(abc.ABC):
     """model_type and architecture when saved without the tower."""
     inward: tuple[str, ...]
     """Suffixes of paths: the linear maps beside the text model that are split like the second one of an MLP."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of paths: the arrays that are not trained, and so have no gradient."""
     refused: ClassVar[Sequence[tuple[dict[str, Any], str]]] = ()
     """Changes of the vision_config that are refused, with the error."""
     parameters: Mapping[str, int]
@@ -115,6 +117,10 @@ class Checkpoint(abc.ABC):
     @abc.abstractmethod
     def their_features(self, model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """Computes these features with transformers' model, for all pictures one after another."""
+
+    def tensor_name(self, parameter: str) -> str:
+        """Returns the name on the Hub of a parameter of transformers' model."""
+        return parameter
 
     def images(self) -> Images:
         """Returns the pictures, padded with numbers that must not matter."""
@@ -197,7 +203,7 @@ def add_chat(folder: pathlib.Path, characters: str, special: Mapping[str, int], 
 
 def filled(shapes: Mapping[str, tuple[int, ...]], random: np.random.RandomState, values: Any = tiny.values) -> dict:
     """Returns random float32 tensors of these names and shapes."""
-    make = lambda name, shape: values(name, random.standard_normal(shape)).astype(np.float32)
+    make = lambda name, shape: np.asarray(values(name, random.standard_normal(shape)), np.float32)
     return {name: make(name, shape) for name, shape in sorted(shapes.items())}
 
 

@@ -39,7 +39,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4-shared": GEMMA4
     | dict(
         layer_types=[SLIDING, FULL] * 4, num_hidden_layers=8, num_kv_shared_layers=4,
-        hidden_size_per_layer_input=8, use_double_wide_mlp=True, num_key_value_heads=1, final_logit_softcapping=20.0,
+        hidden_size_per_layer_input=16, use_double_wide_mlp=True, num_key_value_heads=1, final_logit_softcapping=20.0,
+        rms_norm_eps=0.01,
     ),
     # No period: embeddings for each layer, shared keys and K = V; no tied head; rows of keys with biases.
     "gemma4-untied": LARGE
@@ -99,7 +100,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
-    """Returns the values of a tensor, made of normal noise. Norms of attention, whose logits are not scaled, are less."""
+    """Returns the values of a tensor, made of normal noise. Products of queries and keys are not scaled: norms are."""
     if "layer_scalar" in name or "scale" in name:
         return 1 + 0.2 * noise
     if "q_norm" in name or "k_norm" in name:

@@ -37,7 +37,7 @@ MAX_FEATURES = 2**20  # of an image
 MOST = dict(
     height=2**13, width=2**13, longest_edge=MAX_PIXELS, shortest_edge=MAX_PIXELS, patch_size=2**8,
     temporal_patch_size=2**4, merge_size=2**4, spatial_merge_size=2**4, max_patches=2**8, image_seq_length=2**14,
-    pan_and_scan_min_crop_size=2**13, pan_and_scan_max_num_crops=2**8,
+    pan_and_scan_min_crop_size=2**13, pan_and_scan_max_num_crops=2**8, max_soft_tokens=2**14, pooling_kernel_size=2**4,
 )  # fmt: skip
 
 
