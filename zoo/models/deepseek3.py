@@ -31,7 +31,7 @@ from zoo.nn.layers import (
 )
 from zoo.nn.mla import AbstractLatentConfig, LatentAttention
 from zoo.nn.model import Family, OneOf, Released, causal_keys
-from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
+from zoo.nn.mtp import AbstractMTPModel, NextNMTP
 from zoo.nn.rope import InterleavedRotary, YarnScaling
 from zoo.nn.routing import BiasedRouter, rebalance
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
@@ -187,52 +187,17 @@ class Block(AbstractDecoderBlock):
         return self.self_attn.init_cache(layers, batch, length, dtype)
 
 
-class MTP(AbstractMTP):
-    """Multi-token prediction (section 2.2): `norm(block(eh_proj([enorm(following), hnorm(x)])))`.
-
-    `x` is from `Model.hidden`, so it is normed. The paper leaves that open; vLLM, SGLang and transformers agree on it.
-    """
-
-    enorm: RMSNorm
-    hnorm: RMSNorm
-    eh_proj: AbstractLinear
-    block: Block
-    norm: RMSNorm
-
-    def __init__(self, config: Config, *, keys: Sequence[PRNGKeyArray]):
-        c, (project, block) = config, keys
-        self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.eh_proj = Linear(2 * c.hidden_size, c.hidden_size, key=project)
-        self.block = Block(c, "moe", key=block)
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-    def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        following: Float[Array, "batch seq embed"],
-        cache: LatentKV | None,
-        at: Tokens,
-    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None, moe.Routing | None]:
-        y = jnp.concatenate([self.enorm(following), self.hnorm(x)], axis=-1)
-        y, cache, report = self.block(self.eh_proj(y), cache, at)
-        return self.norm(y), cache, report
-
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> LatentKV:
-        return self.block.init_cache(1, batch, length, dtype)
-
-
 class Model(AbstractMTPModel):
     embed_tokens: Embedding
     layers: Stack
     norm: RMSNorm
     lm_head: AbstractLinear
-    mtp: MTP | None
+    mtp: NextNMTP | None
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
         """Initialise random weights, in float32, with these of `FAMILY.parts`; (): none."""
-        c, (embed, layers, head, *mtp) = config, jax.random.split(key, 5)
+        c, (embed, layers, head, project, block) = config, jax.random.split(key, 5)
         if "mtp" in parts and c.num_nextn_predict_layers != 1:
             raise ValueError(f"The part mtp needs num_nextn_predict_layers=1, not {c.num_nextn_predict_layers}.")
         kinds = ["dense" if n < c.first_k_dense_replace else "moe" for n in range(c.num_hidden_layers)]
@@ -241,7 +206,9 @@ class Model(AbstractMTPModel):
         self.layers = Stack(lambda n, *, key: Block(c, kinds[n], key=key), kinds, key=layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = Linear(c.hidden_size, c.vocab_size, key=head)
-        self.mtp = MTP(c, keys=mtp) if "mtp" in parts else None
+        self.mtp = None
+        if "mtp" in parts:
+            self.mtp = NextNMTP(c.hidden_size, c.rms_norm_eps, Block(c, "moe", key=block), key=project)
 
     def forward(
         self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens

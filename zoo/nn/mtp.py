@@ -8,11 +8,11 @@ import abc
 import equinox as eqx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from kernels import Tokens
 from zoo.nn.cache import AbstractCache
-from zoo.nn.layers import AbstractLinear, Embedding, OffsetRMSNorm
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, RMSNorm
 from zoo.nn.model import AbstractModel
 from zoo.nn.stack import AbstractDecoderBlock, Report
 
@@ -64,6 +64,40 @@ class AbstractOneLayerMTP(AbstractMTP):
     ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
         y = jnp.concatenate([self.pre_fc_norm_embedding(following), self.pre_fc_norm_hidden(x)], axis=-1)
         y, cache, report = self.block(self.fc(y), cache, at)
+        return self.norm(y), cache, report
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
+        return self.block.init_cache(1, batch, length, dtype)
+
+
+class NextNMTP(AbstractMTP):
+    """A module of one layer, as in DeepSeek V3: `norm(block(eh_proj([enorm(following), hnorm(x)])))`.
+
+    `x` is from `Model.hidden`, so it is normed. The paper leaves that open; vLLM, SGLang and transformers agree on it.
+    """
+
+    enorm: RMSNorm
+    hnorm: RMSNorm
+    eh_proj: AbstractLinear
+    block: AbstractDecoderBlock
+    norm: RMSNorm  # shared_head.norm in checkpoints
+
+    def __init__(self, hidden: int, eps: float, block: AbstractDecoderBlock, *, key: PRNGKeyArray):
+        self.enorm = RMSNorm(hidden, eps)
+        self.hnorm = RMSNorm(hidden, eps)
+        self.eh_proj = Linear(2 * hidden, hidden, key=key)
+        self.block = block
+        self.norm = RMSNorm(hidden, eps)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        following: Float[Array, "batch seq embed"],
+        cache: AbstractCache | None,
+        at: Tokens,
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
+        y = jnp.concatenate([self.enorm(following), self.hnorm(x)], axis=-1)
+        y, cache, report = self.block(self.eh_proj(y), cache, at)
         return self.norm(y), cache, report
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
