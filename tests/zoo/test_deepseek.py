@@ -27,6 +27,7 @@ from zoo.lora import LoRALinear
 from zoo.models import deepseek2, deepseek3
 from zoo.nn.mtp import module_of
 from zoo.quantized import QuantizedLinear
+from zoo.weights.checkpoint import skeleton
 
 
 KEY, E4M3 = jax.random.key(0), ml_dtypes.float8_e4m3fn
@@ -473,6 +474,26 @@ def test_kimi(tmp_path):
     zoo.save(model, tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert saved["model_type"] == "kimi_k2" and "auto_map" not in saved
+
+
+def test_glm_flash(load, tmp_path):
+    """GLM-4.7-Flash has other defaults than V3, and its file in transformers lists its dense layers."""
+    name = "deepseek3-glm"
+    zoo.save(on_host(load(name)), tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == "glm4_moe_lite" and saved["architectures"] == ["Glm4MoeLiteForCausalLM"]
+    assert saved["mlp_layer_types"] == ["dense", "sparse", "sparse"]
+    read = lambda **changes: read_config(deepseek3.FAMILY, tiny.CONFIGS[name] | changes)
+    assert read(mlp_layer_types=["dense", "dense", "sparse"]) == read(first_k_dense_replace=2)
+    for kinds in (["sparse", "dense", "sparse"], ["dense", "sparse"], "dense"):
+        with pytest.raises(ValueError, match="does not list all layers, the dense ones first"):
+            read(mlp_layer_types=kinds)
+    plain = {key: value for key, value in tiny.CONFIGS[name].items() if key not in deepseek3.FLASH}
+    assert dataclasses.asdict(read_config(deepseek3.FAMILY, plain)).items() >= deepseek3.FLASH.items()
+    config = zoo.config("glm4.7-flash")
+    size = lambda *parts: sum(x.size for x in jax.tree.leaves(skeleton(deepseek3.FAMILY, config, parts)))
+    copies = 2 * config.vocab_size * config.hidden_size
+    assert size("mtp") - size() + copies == 1_278_094_656, "the tensors that the Hub shows beyond the model's"
 
 
 @pytest.mark.slow

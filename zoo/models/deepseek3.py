@@ -1,8 +1,8 @@
-"""DeepSeek V3 (arXiv:2412.19437), R1 (arXiv:2501.12948) and Kimi K2 (arXiv:2507.20534).
+"""DeepSeek V3 (arXiv:2412.19437), R1 (arXiv:2501.12948), Kimi K2 (arXiv:2507.20534) and GLM-4.7-Flash.
 
 Latent attention and shared experts as in V2. The experts' scores are sigmoids. A bias that affects only which experts
-are chosen evens their load, where other families need a loss. V3 and R1 have a module that predicts one more token. The
-weights are published in fp8.
+are chosen evens their load, where other families need a loss. All but Kimi K2 have a module that predicts one more
+token. V3, R1 and K2 are published in fp8.
 """
 
 import dataclasses
@@ -87,10 +87,15 @@ K2: dict[str, Any] = dict(
     rope_theta=50_000.0, rope_scaling=YarnScaling(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0),
 )
 K2_0905 = K2 | dict(rope_scaling=dataclasses.replace(K2["rope_scaling"], factor=64.0))
+FLASH: dict[str, Any] = dict(  # transformers' defaults for glm4_moe_lite, too
+    q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, num_experts_per_tok=4, n_group=1, topk_group=1,
+    routed_scaling_factor=1.8, first_k_dense_replace=1, rms_norm_eps=1e-5,
+)
 #                      vocab  hidden    mlp  expert  layers  heads   kv  experts  positions
 DEEPSEEK_V3  = Config(129280,   7168, 18432,   2048,     61,   128, 128,    256,    163840, **V3)
 KIMI_K2      = Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    131072, **K2)
 KIMI_K2_0905 = Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    262144, **K2_0905)
+GLM_FLASH    = Config(154880,   2048, 10240,   1536,     47,    20,  20,     64,    202752, **FLASH, rope_theta=1e6)
 
 CONFIGS = {
     "deepseek-v3":            Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3"),
@@ -103,6 +108,7 @@ CONFIGS = {
     "kimi-k2":                Released(KIMI_K2,      "moonshotai/Kimi-K2-Instruct"),
     "kimi-k2-base":           Released(KIMI_K2,      "moonshotai/Kimi-K2-Base"),
     "kimi-k2-0905":           Released(KIMI_K2_0905, "moonshotai/Kimi-K2-Instruct-0905"),
+    "glm4.7-flash":           Released(GLM_FLASH,    "zai-org/GLM-4.7-Flash"),
 }
 # fmt: on
 
@@ -222,8 +228,22 @@ class Model(AbstractMTPModel):
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop two sizes that transformers 5 writes and that follow from others, and replace null as it does."""
+    """Drop two sizes that transformers 5 writes and that follow from others, and replace null as it does.
+
+    GLM-4.7-Flash has other defaults, and in transformers `mlp_layer_types` in place of `first_k_dense_replace`.
+
+    Raises:
+        ValueError: if `mlp_layer_types` is no list of all layers, the dense ones first.
+    """
     null, rotary = dict(norm_topk_prob=False, rope_interleave=False), hub.get("qk_rope_head_dim", 64)
+    if hub.get("model_type") == "glm4_moe_lite":
+        hub = FLASH | {key: value for key, value in hub.items() if value is not None or key == "q_lora_rank"}
+        if (kinds := hub.pop("mlp_layer_types", None)) is not None:
+            dense = kinds.count("dense") if isinstance(kinds, list) else 0
+            layers = hub.get("num_hidden_layers")
+            if not isinstance(layers, int) or kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+                raise ValueError(f"mlp_layer_types={kinds!r:.200} does not list all layers, the dense ones first.")
+            hub["first_k_dense_replace"] = dense
     return {
         key: null[key] if key in null and value is None else value
         for key, value in hub.items()
@@ -231,12 +251,20 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def published_form(hub: dict[str, Any]) -> dict[str, Any]:
+    """Add `mlp_layer_types` to GLM-4.7-Flash's keys, as transformers needs it."""
+    if hub["model_type"] == "glm4_moe_lite":
+        dense = hub["first_k_dense_replace"]
+        hub["mlp_layer_types"] = ["dense" if n < dense else "sparse" for n in range(hub["num_hidden_layers"])]
+    return hub
+
+
 FAMILY = Family(  # zoo/nn/model.py explains the fields
-    title="DeepSeek V3, R1; Kimi K2",
+    title="DeepSeek V3, R1; Kimi K2; GLM-4.7-Flash",
     Config=Config,
     Model=Model,
     configs=CONFIGS,
-    model_types=("deepseek_v3", "kimi_k2"),
+    model_types=("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
     partition_rules={
         "embed_tokens": P("tensor", "fsdp"),
         "lm_head": P("tensor", "fsdp"),
@@ -266,8 +294,8 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "model.layers.{config.mtp_layer}.*": None,  # MTP: all of it, or its copies of embedding and head
     },
     implied={
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": OneOf(["deepseek_v3", "kimi_k2"]),
+        "architectures": OneOf([["DeepseekV3ForCausalLM"], ["Glm4MoeLiteForCausalLM"]]),
+        "model_type": OneOf(["deepseek_v3", "kimi_k2", "glm4_moe_lite"]),
         "hidden_act": OneOf(["silu", "swish"]),
         "attention_bias": False,
         "moe_layer_freq": 1,
@@ -277,6 +305,7 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "topk_method": "noaux_tc",
     },
     standard_form=standard_form,
+    published_form=published_form,
     parts={"mtp": "a module that predicts the token after the next (multi-token prediction)"},
     rebalance=rebalance,
 )

@@ -1,4 +1,7 @@
-"""DeepSeek V3 and Kimi K2. transformers has no `model_type` kimi_k2, so its checkpoint has V3's here."""
+"""DeepSeek V3, Kimi K2 and GLM-4.7-Flash.
+
+transformers has no `model_type` kimi_k2, so its checkpoint has V3's here.
+"""
 
 from typing import Any
 
@@ -30,12 +33,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         head_dim=8, qk_head_dim=18, rope_interleave=True, first_k_dense_replace=2, num_hidden_layers=4,
         n_shared_experts=2, routed_scaling_factor=1.0,
     ),
+    # In the form of GLM-4.7-Flash's file: values have as many features as queries.
+    "deepseek3-glm": {k: v for k, v in DEEPSEEK3.items() if k not in ("moe_layer_freq", "scoring_func", "ep_size")}
+    | dict(
+        model_type="glm4_moe_lite", architectures=["Glm4MoeLiteForCausalLM"], rope_scaling=None,
+        partial_rotary_factor=1.0, n_group=1, topk_group=1, v_head_dim=18, routed_scaling_factor=1.8, pad_token_id=0,
+    ),
 }  # fmt: skip
 STACK = "deepseek3"
 PARAMETERS = {
     "deepseek-v3": 671_026_419_200, "deepseek-v3-0324": 671_026_419_200, "deepseek-v3.1": 671_026_419_200,
     "deepseek-v3.1-terminus": 671_026_419_200, "deepseek-r1": 671_026_419_200, "deepseek-r1-0528": 671_026_419_200,
     "kimi-k2": 1_026_408_232_448, "kimi-k2-0905": 1_026_408_232_448,
+    "glm4.7-flash": 29_943_393_920,
 }  # fmt: skip
 
 
