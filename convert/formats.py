@@ -132,7 +132,7 @@ def _only(stored: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default
 
 
 def _fp8(stored: Mapping[str, Any]) -> list[Layout]:
-    _only(stored, "fmt", ("e4m3",), "e4m3")
+    _only(stored, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     if stored.get("activation_scheme") == "static":
         _only(stored, "weight_block_size", (None,))
         return [FP8_WHOLE]
