@@ -3,6 +3,7 @@
 A router is no `Linear`, so that LoRA and quantization leave it alone.
 """
 
+import abc
 from typing import TypeVar
 
 import equinox as eqx
@@ -43,23 +44,17 @@ class Float32Router(eqx.Module):
         return _in_float32(x, self.weight)
 
 
-class BiasedRouter(eqx.Module):
+class AbstractBiasedRouter(eqx.Module):
     """Logits of the experts, in float32, and a bias of each expert, which evens out their load without a loss.
 
     The bias is added to the scores by which experts are chosen, but not to their weights (DeepSeek V3,
     arXiv:2412.19437, section 2.1.2). It gets no gradient: `rebalance` moves it.
     """
 
-    weight: Float[Array, "experts embed"]
-    e_score_correction_bias: Float32
+    e_score_correction_bias: eqx.AbstractVar[Float32]
 
-    def __init__(self, hidden: int, experts: int, *, key: PRNGKeyArray):
-        self.weight = _random(hidden, experts, key)
-        self.e_score_correction_bias = Float32(jnp.zeros(experts))
-
-    @recomputed
-    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return _in_float32(x, self.weight)
+    @abc.abstractmethod
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]: ...
 
     def choose(
         self, scores: Float[Array, "batch seq experts"], choices: int, *, groups: int, best: int
@@ -76,6 +71,36 @@ class BiasedRouter(eqx.Module):
         return top_k(jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape), choices)[1]
 
 
+class BiasedRouter(AbstractBiasedRouter):
+    """`AbstractBiasedRouter` with a weight of the model's dtype."""
+
+    weight: Float[Array, "experts embed"]
+    e_score_correction_bias: Float32
+
+    def __init__(self, hidden: int, experts: int, *, key: PRNGKeyArray):
+        self.weight = _random(hidden, experts, key)
+        self.e_score_correction_bias = Float32(jnp.zeros(experts))
+
+    @recomputed
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return _in_float32(x, self.weight)
+
+
+class BiasedFloat32Router(AbstractBiasedRouter):
+    """`AbstractBiasedRouter` with a weight that stays in float32, whatever the model around it is cast to."""
+
+    weight: Float32
+    e_score_correction_bias: Float32
+
+    def __init__(self, hidden: int, experts: int, *, key: PRNGKeyArray):
+        self.weight = Float32(_random(hidden, experts, key))
+        self.e_score_correction_bias = Float32(jnp.zeros(experts))
+
+    @recomputed
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        return _in_float32(x, self.weight.value)
+
+
 def rebalance(model: M, reports: Reports, rate: float) -> M:
     """Moves the bias of each expert by `rate`: up if its load is below the mean, down if above (arXiv:2408.15664).
 
@@ -83,7 +108,7 @@ def rebalance(model: M, reports: Reports, rate: float) -> M:
         reports: those of a step, from `Model.hidden`, and after them the report of the module for the token after the
             next, if there is one. They hold the routers' loads, in the order of the routers in the model.
     """
-    sought = lambda node: isinstance(node, BiasedRouter | Routing)
+    sought = lambda node: isinstance(node, AbstractBiasedRouter | Routing)
     find = lambda tree: filter(sought, jax.tree.leaves(tree, is_leaf=sought))
     biases = lambda model: [router.e_score_correction_bias.value for router in find(model)]
     signs = [jnp.sign(jnp.mean(r.load, axis=-1, keepdims=True) - r.load) for r in find(reports)]
