@@ -153,6 +153,9 @@ def test_plans_of_layers():
         ("llama", dict(num_attention_heads=2**40), "num_attention_heads=1099511627776; llama needs more than 0"),
         ("llama", dict(max_position_embeddings="64"), "max_position_embeddings='64'"),
         ("llama", dict(rope_interleaved=True), "rope_interleaved=True, but llama implements only False"),
+        ("olmo3", dict(sliding_window=None), "sliding_attention, which needs a sliding_window"),
+        ("olmo3", dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), "beside rope_parameters"),
+        ("olmo3-new", dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), "olmo3 needs one rope_theta"),
     ],
 )
 def test_refused(name, changes, words):
