@@ -52,10 +52,16 @@ class _Sequence:
     """One completion to be made, in a row or waiting for one."""
 
     completion: Completion
-    prompt: int  # the length of the prompt
+    prompt: list[int]
+    images: Images | None
     sampling: Sampling
     key: np.ndarray
     owner: Hashable
+
+    @property
+    def length(self) -> int:
+        """The number of tokens so far, of the prompt and drawn ones."""
+        return len(self.prompt) + len(self.completion.tokens)
 
 
 @dataclasses.dataclass(eq=False)
@@ -104,7 +110,8 @@ class Engine:
             draft: proposes tokens, which the model checks (`zoo.generation.speculative`).
 
         Raises:
-            ValueError: the draft has another vocabulary, or a cache can't take rejected tokens back.
+            ValueError: the draft has another vocabulary, or a cache can't take rejected tokens back or is made anew
+                where a text grows long.
         """
         if draft is not None and abs(draft.model.config.vocab_size - model.config.vocab_size) > PADDING:
             raise ValueError(
@@ -112,8 +119,13 @@ class Engine:
                 f"{model.config.vocab_size}; they have to be the same, but for padding."
             )
         if draft is not None:
-            check_rewinds(model)
-            check_rewinds(draft.model)
+            for each in (model, draft.model):
+                check_rewinds(each)
+                if max_tokens > (most := each.config.cache_limit or max_tokens):
+                    raise ValueError(
+                        f"A text of more than {most} tokens is read anew, which a draft can't be: generate without "
+                        f"one, or with at most that many tokens, and not {max_tokens}."
+                    )
         self.model, self.max_tokens, self.stride, self.cache_dtype = model, max_tokens, stride, cache_dtype
         self.draft = draft
         self._stops = np.array(stops, np.int32)
@@ -160,7 +172,7 @@ class Engine:
         key = jax.random.key(sampling.seed) if key is None else key
         folded = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
         sequences = [
-            _Sequence(Completion(), len(prompt), sampling, data, owner)
+            _Sequence(Completion(), list(prompt), images, sampling, data, owner)
             for data in np.asarray(jax.random.key_data(folded))[:samples]
         ]
         self._groups.append(_Group(owner, list(prompt), images, collections.deque(sequences)))
@@ -202,7 +214,24 @@ class Engine:
             done.ended = done.tokens[-1] in self._stops
             done.finished = done.ended or len(done.tokens) == sequence.sampling.max_new_tokens
         self._sweep()
+        self._requeue()
         return new
+
+    def _requeue(self) -> None:
+        """Moves sequences that have just outgrown their cache to the head of the queue, to be prefilled anew."""
+        for row, s in enumerate(self._rows):
+            if s and self._room(s) == 0:
+                text = s.prompt + s.completion.tokens
+                self._groups.appendleft(_Group(s.owner, text, s.images, collections.deque([s])))
+                self._rows[row] = None
+
+    def _room(self, sequence: _Sequence) -> int | None:
+        """The number of tokens to draw until the cache has to be made anew; None: it does not have to be.
+
+        The token after the last that the cache can hold is drawn from what the cache holds.
+        """
+        most = self.model.config.cache_limit
+        return None if most is None or sequence.length > most + 1 else most + 1 - sequence.length
 
     def _sweep(self) -> None:
         """Frees the rows of finished completions, and removes them from the queue."""
@@ -266,11 +295,12 @@ class Engine:
         rows = self._rows
         column = lambda of, off: np.array([off if s is None else of(s) for s in rows], np.int32)
         drawn = lambda s: len(s.completion.tokens)
+        left = lambda s: min(s.sampling.max_new_tokens - drawn(s), self._room(s) or self.max_tokens)
         some = next(s for s in rows if s)
         return Rows(
-            positions=column(lambda s: s.prompt + drawn(s), -1),
+            positions=column(lambda s: s.length, -1),
             drawn=column(drawn, 0),
-            left=column(lambda s: s.sampling.max_new_tokens - drawn(s), 0),
+            left=column(left, 0),
             keys=np.stack([(s or some).key for s in rows]),
             settings=settings([s.sampling if s else Sampling() for s in rows]),
         )

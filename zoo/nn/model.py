@@ -47,6 +47,10 @@ class AbstractConfig(_Sizes):
 
     source: pathlib.Path | None = dataclasses.field(default=None, compare=False, repr=False)
 
+    cache_limit: ClassVar[int | None] = None
+    """The number of tokens beyond which a text's cache has to be made anew, since all its tokens are then read in
+    another way; None: a cache can always be continued."""
+
     @abc.abstractmethod
     def attention_products(self, layer: int, seq: int) -> float:
         """Multiplications, each with its addition, of one token in this layer's attention, weights aside.
