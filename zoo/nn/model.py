@@ -359,7 +359,7 @@ class Family:
     repeats, if any. `{config.x}` is the config's x."""
 
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Other beginnings of tensors' names -> those that `checkpoint_names` gives."""
+    """Other beginnings of tensors' names, or patterns of other names, with a `*` -> what `checkpoint_names` gives."""
 
     fused: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     """End of the name of a tensor of all experts -> ends of the names of those that a checkpoint may hold in its place,

@@ -125,13 +125,17 @@ def match_wildcards(pattern: str, text: str) -> tuple[str, ...]:
 def standard_names(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Rename tensors to the names that the family writes, and join the tensors of single experts.
 
-    Prefixes in the family's `aliases` are replaced. Tensors of single experts that its `fused` lists are read as one
-    `Fused` tensor.
+    Of the prefixes and patterns in the family's `aliases`, the first that fits is replaced. Tensors of single experts
+    that its `fused` lists are read as one `Fused` tensor.
     """
 
     def rename(name: str) -> str:
-        old = next((old for old in family.aliases if name.startswith(old)), "")
-        return family.aliases.get(old, "") + name.removeprefix(old)
+        for old, new in family.aliases.items():
+            if "*" in old and (matched := match_wildcards(old, name)):
+                return new.format(*matched)
+            if name.startswith(old):
+                return new + name.removeprefix(old)
+        return name
 
     out = {rename(name): tensor for name, tensor in tensors.items()}
     for end, ends in family.fused.items():
