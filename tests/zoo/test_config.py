@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import zoo
@@ -91,6 +92,18 @@ def test_rope(changes, scaling):
     assert read("llama-rope3", **written) == config
 
 
+def test_longrope_of_phi():
+    """LongRoPE has two older names. Its original context is 4096 unless the file says it beside `rope_scaling`."""
+    hub = tiny.CONFIGS["phi3-long"]
+    for name in "su", "yarn":
+        assert read("phi3-long", rope_scaling=hub["rope_scaling"] | dict(type=name)) == read("phi3-long")
+    config = read("phi3-long", "original_max_position_embeddings", max_position_embeddings=8192)
+    assert (config.rope_scaling.original_max_position_embeddings, config.rope_scaling.factor) == (4096, 2.0)
+    written = write_config(config, zoo.phi3.FAMILY, np.dtype(np.float32))
+    assert written["original_max_position_embeddings"] == 4096
+    assert read("phi3-long", **written) == config
+
+
 def test_what_is_left_behind_is_named_in_one_line(tmp_path, load, folders, caplog):
     with caplog.at_level(logging.WARNING, "zoo"):
         model = zoo.load(folders["llama-dynamic"])
@@ -155,6 +168,7 @@ def test_plans_of_layers():
         ("llama", dict(rope_interleaved=True), "rope_interleaved=True, but llama implements only False"),
         ("olmo3", dict(sliding_window=None), "sliding_attention, which needs a sliding_window"),
         ("olmo3", dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), "beside rope_parameters"),
+        ("phi3", dict(rope_scaling=dict(type="linear", factor=2.0)), "phi3 needs zoo.nn.rope.LongRopeScaling"),
         ("olmo3-new", dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), "olmo3 needs one rope_theta"),
     ],
 )

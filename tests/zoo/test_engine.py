@@ -230,3 +230,27 @@ def test_options_of_xla_for_decoding(monkeypatch):
     monkeypatch.setitem(compile_options.OPTIONS["decode"], "cpu", {"no_such_option": 1})
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         decoding.compiled(lambda inputs, state: state)(0, jnp.zeros(3))
+
+
+def test_a_cache_is_made_anew(load):
+    """Phi's texts of more than 16 tokens have other rotary frequencies at all positions. Samples of prompts that grow
+    beyond that, are longer, or end before, have the tokens of one pass over the whole text so far.
+    """
+    model = load("phi3-long")
+    prompts = [tiny.TOKENS[0, :size].tolist() for size in (5, 16, 17, 1)]
+    hidden = lambda model, ids, at: model.hidden(ids, positions=at, segments=(at >= 0).astype(jnp.int32))[0]
+    whole = eqx.filter_jit(lambda *given: given[0].unembed(hidden(*given)))
+    index, beyond = np.arange(40), 0
+    for prompt, (completion,) in zip(prompts, complete(model, prompts, max_new_tokens=14, batch=3), strict=True):
+        text = prompt + completion.tokens
+        assert len(completion.tokens) == 14
+        for n in range(len(prompt), len(text)):
+            ids, at = np.zeros((1, 40), np.int32), np.where(index < n, index, -1)[None]
+            ids[0, :n] = text[:n]
+            logits = np.asarray(whole(model, jnp.asarray(ids), jnp.asarray(at)))[0, n - 1]
+            assert text[n] == logits.argmax()
+            assert abs(log_softmax(logits[None])[0, text[n]] - completion.logprobs[n - len(prompt)]) < 1e-4
+            beyond += n > 16
+    assert beyond > 20
+    with pytest.raises(ValueError, match="more than 16 tokens is read anew, which a draft can't be"):
+        Engine(model, batch=1, max_tokens=20, draft=zoo.ModelDraft(model))

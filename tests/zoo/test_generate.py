@@ -205,7 +205,7 @@ def test_refusals(untyped, model, tokenizer):
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("name", [*STACKS, "llama-dynamic", "llama-longrope"])
+@pytest.mark.parametrize("name", [*STACKS, "llama-dynamic", "llama-longrope", "phi3-long"])
 def test_greedy_is_transformers(load, theirs, name):
     """Prompts of different lengths, together here and one by one there, agree up to the model's last position.
 
