@@ -268,8 +268,9 @@ def inverse(lower: Float[Array, "*chunks size size"]) -> Float[Array, "*chunks s
     """Inverts 1 + `lower`, which is zero on its diagonal and above; `size` is a power of two.
 
     Blocks on the diagonal, single elements at first, are merged in pairs: the inverse of [[A, 0], [C, B]] is
-    [[1/A, 0], [-1/B C 1/A, 1/B]]. Here the elements of all these inverses are at most about beta, since they belong to
-    products of factors 1 - beta k k^T, and beta is at most 2. A Neumann series would have powers of `lower`, with elements up to 1e17.
+    [[1/A, 0], [-1/B C 1/A, 1/B]]. Here the elements of all these inverses are at most about the largest beta, of at
+    most 2, since they belong to products of factors 1 - beta k k^T. A Neumann series would have powers of `lower`, with
+    elements up to 1e17.
     """
     size, done = lower.shape[-1], jnp.ones((*lower.shape[:-1], 1, 1), lower.dtype)
     while (half := done.shape[-1]) < size:
