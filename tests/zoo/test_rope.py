@@ -14,15 +14,45 @@ GOLDEN = {
     "llama3.1-8b": {16: 0.0376060307, 32: 0.000524846022, 48: 6.64786967e-06, 63: 3.06892588e-07},
     "llama3.2-1b": {8: 0.0376060307, 16: 0.000429556705, 24: 1.66196742e-06, 31: 9.41830649e-08},
     "llama3.2-3b": {32: 0.000429556705, 48: 1.66196742e-06, 63: 7.67231469e-08},
+    "olmo3-7b": {32: 0.000395147857, 48: 6.64786967e-06, 63: 3.06892588e-07},  # of full attention
+    "phi4-14b": {1: 0.823487818, 32: 0.002, 63: 4.85738838e-06},
 }
+MAGNITUDES = {"olmo3-7b": 1.2079441542}  # where it is not 1
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_published(name):
     c = zoo.config(name)
     frequencies, magnitude = Rotary(c.head_dim, c.rope_theta, c.rope_scaling).frequencies()
-    assert magnitude == 1.0 and frequencies.dtype == np.float32
+    assert magnitude == pytest.approx(MAGNITUDES.get(name, 1.0), rel=1e-9) and frequencies.dtype == np.float32
     np.testing.assert_allclose([frequencies[i] for i in GOLDEN[name]], list(GOLDEN[name].values()), rtol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "name, short, long",
+    [
+        (
+            "phi4-mini",
+            {1: 0.825404167, 24: 0.01, 47: 0.000121152749},
+            {1: 0.73807466, 24: 0.000682979298, 36: 3.06654401e-05, 47: 2.53616804e-06},
+        ),
+        (
+            "phi3.5-mini",
+            {1: 0.809219778, 24: 0.00502512651, 47: 4.2659427e-05},
+            {1: 0.743607283, 24: 0.00019864917, 47: 1.86848786e-06},
+        ),
+    ],
+)
+def test_longrope(name, short, long):
+    """The frequencies change between 4,096 and 4,097 tokens, and the magnitude does not."""
+    c = zoo.config(name)
+    frequencies, magnitude = Rotary(
+        int(c.head_dim * c.partial_rotary_factor), c.rope_theta, c.rope_scaling
+    ).frequencies()
+    assert magnitude == pytest.approx(1.190238071, rel=1e-9) and c.cache_limit == 4096
+    both = np.asarray(c.rope_scaling.stretched(frequencies, jnp.array([[4096], [4097]])))
+    for row, golden in zip(both, (short, long), strict=True):
+        np.testing.assert_allclose([row[i] for i in golden], list(golden.values()), rtol=3e-6)
 
 
 def test_a_step_instead_of_a_ramp():
