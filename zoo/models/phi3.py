@@ -2,7 +2,7 @@
 
 One matrix makes queries, keys and values, and another one the gate and the input of the MLP. The mini models' rotary
 positions are stretched by LongRoPE, and turn three quarters of each head in Phi-4 mini. The configuration allows a
-sliding window on all layers; that of the released mini models is longer than their context.
+sliding window on all layers; that of the released mini models is longer than their context, and so none.
 """
 
 import dataclasses
@@ -55,7 +55,8 @@ class Config(AbstractConfig):
 
     def window(self, layer: int) -> int | None:
         """Returns the most positions that a token attends to, its own included. None: all up to its own."""
-        return self.sliding_window
+        shorter = self.sliding_window is not None and self.sliding_window < self.max_position_embeddings
+        return self.sliding_window if shorter else None
 
     def attention_products(self, layer: int, seq: int) -> float:
         return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))  # 2: scores, values
@@ -122,7 +123,7 @@ class Attention(eqx.Module):
         c, (qkv, o) = config, jax.random.split(key)
         self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         self.rotary = Rotary(int(c.head_dim * c.partial_rotary_factor), c.rope_theta, c.rope_scaling)
-        self.window = c.sliding_window
+        self.window = c.window(0)  # of all layers
         self.qkv_proj = Linear(c.hidden_size, (self.heads + 2 * self.kv_heads) * c.head_dim, key=qkv)
         self.o_proj = Linear(self.heads * c.head_dim, c.hidden_size, key=o)
 
@@ -189,7 +190,7 @@ class Model(AbstractModel):
         c, (embed, layers, head) = config, jax.random.split(key, 3)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
-        self.layers = Stack(lambda n, *, key: Block(c, key=key), [c.sliding_window] * c.num_hidden_layers, key=layers)
+        self.layers = Stack(lambda n, *, key: Block(c, key=key), ["full"] * c.num_hidden_layers, key=layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
 
