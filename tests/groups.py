@@ -65,6 +65,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(trylast=True)  # after tests of other tiers were deselected
 def pytest_collection_modifyitems(config, items):
+    if names := config.getoption("families").split(",") if config.getoption("families") else []:
+        config.hook.pytest_deselected(items=[item for item in items if group(item.nodeid) not in names])
+        items[:] = [item for item in items if group(item.nodeid) in names]
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item.nodeid)))
     if hasattr(config, "workerinput"):

@@ -6,6 +6,7 @@ fails if a file or a family takes ROOM times its budget. The tables in tests/REA
 
     python -m tests.seconds                        # a quarter of an hour: all but the live comparisons
     python -m tests.seconds tests/zoo/test_new.py  # only the rows of some files
+    python -m tests.seconds gemma4                 # only the rows of some families
 
 which fails if a row exceeds its budget, or if all files of a tier together exceed the tier's.
 """
@@ -129,15 +130,15 @@ def read(markdown: str) -> dict[tuple[str, str], float]:
     return {(w, tier): float(s) for w, *row in rows if w != "all" for tier, s in zip(TIERS, row, strict=True)}
 
 
-def measure(paths: list[str]) -> dict[tuple[str, str], float]:
-    """Runs all tests, or those of some files, with an empty XLA cache: (file or family, tier) -> CPU seconds."""
+def measure(*selected: str) -> dict[tuple[str, str], float]:
+    """Runs the tests that pytest selects, with an empty XLA cache: (file or family, tier) -> CPU seconds."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "seconds"
-        options = ["-q", "-n", "2", "--seconds", str(path)]
+        options = ["-q", "-n", "2", f"--seconds={path}"]
         options += ["--deselect", "tests/test_seconds.py::test_the_tables_are_whole_and_within_the_budget"]  # as yet
         for marks in ("not slow and not live", "slow and not live"):  # each as CI runs it
-            command = [sys.executable, "-m", "pytest", *options, "-m", marks, *paths]
+            command = [sys.executable, "-m", "pytest", *options, "-m", marks, *selected]
             status = subprocess.run(command, cwd=README.parents[1], env=os.environ | {"XDG_CACHE_HOME": folder})
             if status.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                 sys.exit("No row was written, since a test failed.")
@@ -148,14 +149,18 @@ def measure(paths: list[str]) -> dict[tuple[str, str], float]:
 
 
 def main() -> None:
-    """Runs the tests and replaces the tables, or only the rows of some files. Fails if a budget is exceeded."""
-    root, paths, kept = README.parents[1], sys.argv[1:], {}
-    if paths:
-        kept = {key: s for key, s in read(README.read_text()).items() if key[0] not in paths}
+    """Replaces the tables, or only the rows of some files and families. Fails if a budget is exceeded."""
+    root, named, kept = README.parents[1], sys.argv[1:], {}
+    if named:
+        kept = {key: s for key, s in read(README.read_text()).items() if key[0] not in named}
         kept = {key: s for key, s in kept.items() if not _is_file(key[0]) or (root / key[0]).exists()}
-    counted, there = {}, [path for path in paths if (root / path).exists()]
-    if there or not paths:
-        counted = {key: s for key, s in measure(there).items() if not paths or key[0] in paths}
+    files = [name for name in named if _is_file(name) and (root / name).exists()]
+    families = [name for name in named if not _is_file(name)]
+    counted = {} if named else measure()
+    if files:
+        counted |= {key: s for key, s in measure(*files).items() if key[0] in files}
+    if families:
+        counted |= {key: s for key, s in measure(f"--families={','.join(families)}").items() if key[0] in families}
     before, rest = README.read_text().split("<!-- seconds -->\n")
     after = rest.split("<!-- end -->")[1]
     README.write_text(f"{before}<!-- seconds -->\n\n{table(kept | counted)}\n<!-- end -->{after}")

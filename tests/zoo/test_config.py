@@ -132,7 +132,7 @@ def test_plans_of_layers():
     blocks = {name: len(p) - sum(n * (k - 1) for n, k in Stack.plan(p)[1]) for name, p in patterns.items()}
     assert blocks == {
         "nemotron-nano-9b-v2": 21, "nemotron-nano-9b-v2-base": 21, "nemotron3-nano-30b-a3b": 14,
-        "nemotron3-nano-30b-a3b-base": 14, "nemotron3-super-120b-a12b": 24,
+        "nemotron3-nano-30b-a3b-base": 14, "nemotron3-super-120b-a12b": 24, "nemotron3.5-lightning-30b-a3b": 14,
     }  # fmt: skip
 
     def spared(kinds):

@@ -29,6 +29,14 @@ PARAMETERS = {name: count for module in tiny.MODULES.values() for name, count in
 # https://github.com/allenai/open-instruct/pull/1822.
 UNRECORDED = {"olmo-hybrid-7b": {"rope_parameters": {"rope_theta": None}}}
 
+# Recorded name -> our name, where the record under a bare name is that of an instruct model. Ours is the base model's.
+INSTRUCT = {
+    "gemma4-12b": "gemma4-12b-it",
+    "olmo2-7b": "olmo2-7b-instruct",
+    "olmo3-7b": "olmo3-7b-instruct",
+    "olmo3-32b": "olmo3.1-32b-instruct",
+}
+
 # Config -> the names that share it, such as base and instruct models.
 NAMES: dict[AbstractConfig, list[str]] = {}
 for _name, _config in registry.CONFIGS.items():
@@ -101,7 +109,7 @@ def test_facts(name):
     family = registry.FAMILIES[facts["config"]["model_type"]]
     for form in {"config", "hub_config_verbatim"} & facts.keys():
         assert read(family, facts[form] | UNRECORDED.get(name, {})) == zoo.config(name)
-    assert registry.REPOSITORIES[name] == facts["hf_repo"]
+    assert registry.REPOSITORIES[INSTRUCT.get(name, name)] == facts["hf_repo"]
     vision = getattr(tiny.MODULES[family.name], "vision_parameters", lambda config: 0)
     text = sum(math.prod(x.shape) for x in jax.tree.leaves(skeleton(zoo.config(name))))
     assert text + vision(facts["config"]) == facts["verified_params"]

@@ -54,8 +54,8 @@ OLMO2_7B  = Config(  4096, 11008,     32,    32, 32, 100352,      4096, **OLMO)
 OLMO2_13B = Config(  5120, 13824,     40,    40, 40, 100352,      4096, **OLMO)
 
 CONFIGS = {
-    "olmo2-7b":           Released(OLMO2_7B,  "allenai/OLMo-2-1124-7B-Instruct"),
-    "olmo2-7b-base":      Released(OLMO2_7B,  "allenai/OLMo-2-1124-7B"),
+    "olmo2-7b":           Released(OLMO2_7B,  "allenai/OLMo-2-1124-7B"),
+    "olmo2-7b-instruct":  Released(OLMO2_7B,  "allenai/OLMo-2-1124-7B-Instruct"),
     "olmo2-13b":          Released(OLMO2_13B, "allenai/OLMo-2-1124-13B"),
     "olmo2-13b-instruct": Released(OLMO2_13B, "allenai/OLMo-2-1124-13B-Instruct"),
 }

@@ -73,10 +73,10 @@ OLMO3_7B  = Config(  4096, 11008,     32,    32, 32, 100278,     65536, **OLMO)
 OLMO3_32B = Config(  5120, 27648,     64,    40,  8, 100278,     65536, **OLMO)
 
 CONFIGS = {
-    "olmo3-7b":       Released(OLMO3_7B,  "allenai/Olmo-3-7B-Instruct"),
-    "olmo3-7b-base":  Released(OLMO3_7B,  "allenai/Olmo-3-1025-7B"),
-    "olmo3-32b":      Released(OLMO3_32B, "allenai/Olmo-3.1-32B-Instruct"),
-    "olmo3-32b-base": Released(OLMO3_32B, "allenai/Olmo-3-1125-32B"),
+    "olmo3-7b":             Released(OLMO3_7B,  "allenai/Olmo-3-1025-7B"),
+    "olmo3-7b-instruct":    Released(OLMO3_7B,  "allenai/Olmo-3-7B-Instruct"),
+    "olmo3-32b":            Released(OLMO3_32B, "allenai/Olmo-3-1125-32B"),
+    "olmo3.1-32b-instruct": Released(OLMO3_32B, "allenai/Olmo-3.1-32B-Instruct"),
 }
 # fmt: on
 

@@ -34,7 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | dict(num_hidden_layers=5, rope_parameters=ROPES, head_dim=12),
 }  # fmt: skip
 STACK = "olmo3-head"
-PARAMETERS = {"olmo3-7b": 7_298_011_136, "olmo3-32b": 32_233_522_176}
+PARAMETERS = {"olmo3-7b": 7_298_011_136, "olmo3-32b": 32_233_522_176, "olmo3.1-32b": 32_233_522_176}
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
