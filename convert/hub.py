@@ -25,7 +25,6 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
-    HFValidationError,
     HTTPError,  # pyright: ignore[reportPrivateImportUsage], the transport's, which the library lets through
     LocalEntryNotFoundError,
     NotASafetensorsRepoError,
@@ -99,34 +98,6 @@ def weights_hash(folder: pathlib.Path) -> str:
     known = {name: digest for name, digest in known.items() if re.fullmatch("[0-9a-f]{64}", digest)}
     known |= manifest.hashes(folder, [path.name for path in files if path.name not in known])
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-
-
-def create(repo: str) -> None:
-    """Creates a private repository "org/name" on the Hub, unless it exists.
-
-    Raises:
-        OSError: the repository cannot be created, or HF_TOKEN may not write to it.
-    """
-    try:
-        with _guarded():
-            HfApi().create_repo(repo, private=True, exist_ok=True)
-    except (HfHubHTTPError, HTTPError, HFValidationError) as error:
-        raise OSError(f"{repo} can't be made on the Hub; is HF_TOKEN one that may write there? ({error})") from error
-
-
-def push(folder: pathlib.Path, repo: str) -> str:
-    """Uploads the files of a folder to a repository on the Hub, in one commit. Returns the commit's URL.
-
-    Raises:
-        OSError: the files cannot be uploaded; the message says what to do, and the folder stays as it is.
-    """
-    try:
-        with _guarded():
-            return HfApi().upload_folder(folder_path=folder, repo_id=repo).commit_url
-    except (HfHubHTTPError, HTTPError) as error:
-        raise OSError(
-            f"{folder} is not uploaded to {repo}: {error}. `hf upload {repo} {folder}` tries again."
-        ) from error
 
 
 def headers(repo: str, commit: str) -> SafetensorsRepoMetadata:

@@ -35,14 +35,13 @@ from tests.transcripts import PAGES, ROOT, Transcript, transcripts
 
 LIMIT = 120  # seconds for a command
 LARGE = ("qwen3-0.6b", "llama3.1-8b")  # the embedded model stands in for these
-SHORT = "--seq-len 128 --sample-tokens 1 --sample-every 9 --steps 1 --eval-every 9"
+SHORT = "--seq-len 128 --sample-every 9 --steps 1 --eval-every 9"
 SMALL = {
-    "train.sft": f"{SHORT} --batch 4 --eval-batches 1",
-    "train.pretrain": f"{SHORT} --batch 4 --eval-batches 1",
-    "train.dpo": f"{SHORT} --batch 4 --eval-batches 1",
-    "train.distill": f"{SHORT} --batch 4 --eval-batches 1",
-    "train.grpo": "--seq-len 128 --sample-tokens 1 --steps 1 --prompts 2 --group 2 --rollout-batch 4 "
-    "--max-new-tokens 4",
+    "train.sft": f"{SHORT} --batch 4",
+    "train.pretrain": f"{SHORT} --batch 4",
+    "train.dpo": f"{SHORT} --batch 4",
+    "train.distill": f"{SHORT} --batch 4",
+    "train.grpo": "--seq-len 128 --steps 1 --prompts 2 --group 2 --rollout-batch 4 --max-new-tokens 4",
     "train.prepare": "--seq-len 128 --workers 1",
     "train.inspect": "",
     "train.report": "",

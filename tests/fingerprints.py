@@ -758,7 +758,7 @@ def write_data(folder: pathlib.Path) -> None:
 def runs(folder: pathlib.Path) -> dict[str, tuple[str, dict[str, Any], int]]:
     """Maps the name of a run to its script, its options, and its number of devices."""
     usual = {
-        "model": folder / "qwen3", "steps": 4, "seq-len": 32, "batch": 4, "lr": 1e-2, "sample-tokens": 2,
+        "model": folder / "qwen3", "steps": 4, "seq-len": 32, "batch": 4, "lr": 1e-2,
         "save-every": 2, "eval-every": 2, "keep": 9,
     }  # fmt: skip
     chosen: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -772,7 +772,7 @@ def runs(folder: pathlib.Path) -> dict[str, tuple[str, dict[str, Any], int]]:
         ),
         "sft-adapters": (
             "sft",
-            {"model": "tiny", "seq-len": 64, "lora.rank": 2, "quantize": "nf4", "neftune": 5.0, "lr": 1e-3},
+            {"model": "tiny", "seq-len": 64, "lora.rank": 2, "quantize": "nf4", "lr": 1e-3},
             1,
         ),
         "sft-experts": (
@@ -868,7 +868,7 @@ def scripts() -> Found:
         command("-m", "train.tiny.shapes", out, "--drawings", 12)
         options = {"model": out / "model", "data": out / "data", "vision": None, "seq-len": 80, "batch": 4, "steps": 2}
         arguments = [word for name, value in options.items() for word in (f"--{name}", value) if word is not None]
-        more = ["--packing", "off", "--eval-batches", 1, "--sample-tokens", 2, "--freeze", "vision.tower.*"]
+        more = ["--packing", "off", "--freeze", "vision.tower.*"]
         command("-m", "train.sft", *arguments, *more, "--out", run)
         found = {digest(path.read_bytes()) for path in (out / "data").rglob("*.*")}
         own = {f"untrained {name}": value for name, value in files(out / "model").items()}

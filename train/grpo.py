@@ -27,7 +27,6 @@ from train.data.packing import fingerprint
 from train.data.pictures import of_rows
 from train.data.prompts import encode
 from train.data.records import Record, open_records
-from train.evaluate.validation import ValidationOptions
 from train.methods.rollouts import RewardOptions, RolloutOptions, padding_rows, rollout, try_rewards
 from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
@@ -50,13 +49,6 @@ class StepOfRollouts(StepOptions):
     """Options for a step whose rows follow from --prompts, --group and --minibatches."""
 
     batch: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ValidationOfPrompts(ValidationOptions):
-    """Options for a validation of --eval-prompts instead of batches."""
-
-    eval_batches: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +85,6 @@ class GRPOOptions(finetune.FineTuningOptions):
     naming: Flat[ColumnOptions] = ColumnOptions()
     optim: Flat[OptimizerOptions] = OptimizerOptions(steps=100)
     step: Flat[StepOfRollouts] = StepOfRollouts()
-    validation: Flat[ValidationOfPrompts] = ValidationOfPrompts()
 
     @property
     def parts(self) -> tuple[str, ...]:

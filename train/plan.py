@@ -17,13 +17,13 @@ from rich.table import Column, Table
 
 import zoo
 from train import dpo, grpo, sft
-from train.base import program, runfile
+from train.base import runfile
 from train.base.chips import Chip, fleet, size_of
 from train.planning import planner
 from train.planning.ahead import Program, abstract_frozen, parts_of, training
 from train.planning.hlo import by_axis
 from train.planning.planner import Options, Plan, gb, suggestion
-from train.run import finetune, folder
+from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
 from zoo.nn.model import AbstractConfig, Family
 
@@ -192,13 +192,6 @@ def main(o: Options) -> None:
         rank(plans)
     best = max((p for p in plans if p.compiled), key=lambda p: p.tokens_per_second, default=plans[0])
     report(best, config)
-    if o.save and best.compiled:
-        run = script(best.options, config)
-        told = program.explaining(
-            folder.defining_options(run), model=run.model, remat=run.step.remat, microbatches=run.step.microbatches
-        )
-        program.write(o.save, best.compiled.lowered, best.compiled.executable, told)
-        rich.print(f"The compiled step is {o.save}, which a run loads by --program.")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from train.data.sets import DataOptions, open_data
 from train.run import folder, loop, report
 from train.run.defaults import resolve, resolve_steps
 from train.run.options import Options
+from train.run.start import start
 from train.state import state
 from train.state.mesh import abstract_model
 from train.state.optim import OptimizerOptions
@@ -75,7 +76,8 @@ def main(o: PretrainOptions) -> None:
             jax.jit(make, out_shardings=places), o.model, config, mesh, o.step, o.state, freeze=o.freeze, parts=o.parts
         )
         identity = folder.identity(o.model, config, opened.source, o.parts, tokenizer.other_template)
-        loop.run(o, trained, task, mesh, tokenizer, identity)
+        if started := start(o, trained, task, mesh, tokenizer, identity):
+            loop.train(started)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@ the step's numbers with the run's, bit by bit, and names the first operation tha
 """
 
 import argparse
+import importlib
 import json
 import pathlib
-import runpy
 import sys
+import typing
 
 from train.base import runfile
+from train.base.command import command
+from train.run.options import Options
 
 
 def main() -> None:
@@ -19,12 +22,12 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="options that are to be others, such as --compute-dtype float32")
     arguments, more = parser.parse_known_args()
     try:
-        script = json.loads((arguments.folder / "about.json").read_text())["script"]
+        script = importlib.import_module(json.loads((arguments.folder / "about.json").read_text())["script"])
     except (OSError, ValueError) as error:
         raise SystemExit(f"{arguments.folder} has no step to replay: {error}") from error
-    config = arguments.folder / runfile.RUN
-    sys.argv = [script, "--config", str(config), "--replay", str(arguments.folder), *arguments.options, *more]
-    runpy.run_module(script, run_name="__main__", alter_sys=True)
+    options: type[Options] = typing.get_type_hints(script.main)["o"]
+    sys.argv[1:] = ["--config", str(arguments.folder / runfile.RUN), *arguments.options, *more]
+    command(lambda o: script.main(o.changed(replay=arguments.folder)), options)
 
 
 if __name__ == "__main__":

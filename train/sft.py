@@ -6,6 +6,7 @@ adapters are trained.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import train.tiny
@@ -37,11 +38,10 @@ class SFTOptions(finetune.FineTuningOptions):
     """Learn completions and the assistant's messages, but not prompts."""
     epochs: int = option(0, group=Group.STEP)
     """Number of times through the data, if --steps is 0. 0: 3 epochs, but 8 for the embedded instructions."""
-    neftune: float = 0.0
-    """Size of the noise on the embeddings of tokens (NEFTune's alpha), such as 5 to 15. 0: no noise."""
     mixture: Flat[DataOptions] = DataOptions()
     rows: Flat[PackingOptions] = PackingOptions()
     language: Flat[LanguageModelingOptions] = LanguageModelingOptions()
+    retired: ClassVar[Mapping[str, str]] = {"neftune": "embeddings get no noise while a model is trained."}
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -66,9 +66,7 @@ def main(o: SFTOptions) -> None:
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = resolve_steps(o, opened.steps)
-    task = Task(
-        opened.data, o.language.objective(), validation=opened.validation, prompts=opened.prompts, neftune=o.neftune
-    )
+    task = Task(opened.data, o.language.objective(), validation=opened.validation, prompts=opened.prompts)
     finetune.run(o, model, mesh, tokenizer, task, data=opened.source)
 
 

@@ -115,8 +115,8 @@ def quick():
     Two runs with the same options trace and compile the same step, which takes most of the time of a short run.
     """
 
-    def rates(o, updates=1, rewarm=None):
-        numbers = o.schedule, o.lr, o.steps, o.warmup, o.decay, o.weight_decay, o.clip_norm, updates, str(rewarm)
+    def rates(o, updates=1):
+        numbers = o.schedule, o.lr, o.steps, o.warmup, o.decay, o.weight_decay, o.clip_norm, updates
         return o.optimizer, o.moments, *numbers
 
     def parts(value):

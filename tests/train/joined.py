@@ -29,6 +29,7 @@ from train.base import cluster
 from train.base.command import CommandOptions, command
 from train.base.stop import AGAIN, StopRequest
 from train.run import loop, offending
+from train.state import checkpoint
 from train.state.checkpoint import Checkpoints
 from train.state.state import TrainState
 from train.step.language import cross_entropy
@@ -54,6 +55,12 @@ def quiet(name, *arguments):
     """Runs a script without samples, since a program that generates takes long to compile."""
     with mock.patch.object(zoo, "generate", lambda model, tokenizer, prompts, **_: [""] * len(prompts)):
         script(name, *arguments)
+
+
+def with_disks(disks, name, *arguments):
+    """Runs a task with local checkpoints in this folder, at every second step."""
+    with mock.patch.dict(os.environ, LOCAL_CHECKPOINTS=disks), mock.patch.object(checkpoint, "EVERY_LOCAL", 2):
+        globals()[name](*arguments)
 
 
 def struck(kind, step, *arguments):
@@ -195,7 +202,9 @@ def fail(folder):
 
 if __name__ == "__main__":
     coordinator, processes, process, *tasks = sys.argv[1:]
-    cluster.initialize(coordinator, int(processes), int(process))
+    others = dict(JAX_COORDINATOR_ADDRESS=coordinator, NNODES=processes, NODE_RANK=process)
+    with mock.patch.dict(os.environ, others):  # the scripts must not join a second time
+        cluster.initialize()
     for task in tasks:
         name, *arguments = json.loads(task.replace("{process}", process))
         print(f"===== {task}", flush=True)

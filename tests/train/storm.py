@@ -61,7 +61,7 @@ def told(found: dict[str, Any]) -> str:
 def arguments(out: pathlib.Path, steps: int) -> list[str]:
     """Returns a command line of train.pretrain that saves at every step."""
     numbers = {"model": "tiny", "data": train.tiny.INSTRUCTIONS, "out": out, "steps": steps, "save-every": 1}
-    numbers |= {"eval-every": steps, "sample-every": steps, "eval-batches": 1, "sample-tokens": 1}
+    numbers |= {"eval-every": steps, "sample-every": steps}
     numbers |= {"seq-len": 32, "batch": 8, "lr": 1e-3}
     return [f"--{name}={value}" for name, value in numbers.items()]
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from huggingface_hub.errors import HfHubHTTPError
 
 import convert.hub
 import convert.tensors
@@ -21,7 +20,7 @@ from tests.zoo import tiny
 from tests.zoo.programs import error, same
 from train import sft
 from train.data.packing import Chat
-from train.run import finetune, folder, loop
+from train.run import finetune, folder
 from train.state.optim import make_schedule
 from train.state.state import Lora
 from zoo import lora
@@ -187,14 +186,14 @@ def test_adapters_go_on_exactly(base, tuned, tmp_path, stop_after):
     assert (tmp_path / file).read_bytes() == (out / file).read_bytes()
 
 
-def test_more_steps_rewarm(base, tuned, tmp_path, capsys):
-    """At a run's end the learning rate is 0. With more steps it jumps, which is reported, or it rises by --rewarm."""
+def test_more_steps_jump(base, tuned, tmp_path, capsys):
+    """At a run's end the learning rate is 0. With more steps it jumps, and a line reports it."""
     out = shutil.copytree(tuned[0], tmp_path / "out")
-    metrics = run(base, out, lora=LORA, lr=3e-2, steps=11, rewarm=2)
+    metrics = run(base, out, lora=LORA, lr=3e-2, steps=11)
     said = " ".join(capsys.readouterr().out.split())
-    assert "The learning rate rises from 0, where the old schedule was, to " in said and "over 2 steps" in said
+    assert "The learning rate rises from 0, where the old schedule was, to " in said and "at once." in said
     schedule = make_schedule("cosine", peak=3e-2, steps=11, warmup=1, decay=0)
-    want = [schedule(8) / 2, schedule(9), schedule(10)]
+    want = [schedule(8), schedule(9), schedule(10)]
     np.testing.assert_allclose([line["learning_rate"] for line in metrics[-3:]], want, rtol=1e-5)
 
 
@@ -240,73 +239,3 @@ def test_rounded_weights_are_not_trained(base, tmp_path):
     with pytest.raises(ValueError, match=r"--quantize nf4 keeps weights that are not trained; it needs --lora\.rank"):
         run(base, tmp_path / "out", quantize="nf4")
     assert not (tmp_path / "out").exists()
-
-
-# ======================================================================================================================
-# Uploads.
-# ======================================================================================================================
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """Returns a Hub that records the requests and the files that it got; `hub.refuse` names a request that fails."""
-    hub = types.SimpleNamespace(asked=[], refuse="")
-
-    def answer(name, value):
-        if hub.refuse == name:
-            raise HfHubHTTPError("403 Forbidden", response=types.SimpleNamespace(headers={}, request=None))
-        hub.asked.append((name, value))
-
-    class Api:
-        def create_repo(self, repo, *, private, exist_ok):
-            answer("create", (repo, private, exist_ok))
-
-        def upload_folder(self, *, folder_path, repo_id):
-            answer("upload", (repo_id, sorted(file.name for file in folder_path.iterdir())))
-            return types.SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
-
-    monkeypatch.setattr(convert.hub, "HfApi", Api)
-    return hub
-
-
-CREATED = ("create", ("me/words", True, True))
-
-
-def test_uploads(base, tuned, tmp_path, hub, monkeypatch, capsys):
-    """The private repository is created before training, and filled after it; here the run is already at its end."""
-    out = shutil.copytree(tuned[0], tmp_path / "out")
-    monkeypatch.setattr(loop, "run", lambda *a, run=loop.run, **kw: (hub.asked.append("run"), run(*a, **kw))[1])
-    run(base, out, lora=LORA, lr=3e-2, push_to_hub="me/words")
-    files = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors.manifest.json", "base.json"]
-    assert hub.asked == [CREATED, "run", ("upload", ("me/words", files))]
-    assert "https://hub/me/words/commit/1" in capsys.readouterr().out
-
-
-def test_a_repository_that_cannot_be_made(base, tmp_path, hub):
-    hub.refuse = "create"
-    with pytest.raises(OSError, match=r"me/words can't be made on the Hub; is HF_TOKEN one that may write there.*403"):
-        run(base, tmp_path / "out", steps=1, push_to_hub="me/words")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_upload_that_fails(base, model, tuned, tmp_path, hub):
-    """A failed upload loses nothing, and the same command tries again without training."""
-    hub.refuse = "upload"
-    out, metrics, _ = tuned
-    out = shutil.copytree(out, tmp_path / "out")
-    shutil.rmtree(out / "adapter")
-    again = dict(lora=LORA, lr=3e-2, push_to_hub="me/words")
-    with pytest.raises(OSError, match=f"{out}/adapter is not uploaded to me/words.*`hf upload me/words {out}/adapter`"):
-        run(base, out, **again)
-    assert peft.load(model, out / "adapter")
-    hub.refuse = ""
-    assert run(base, out, **again) == metrics
-    name, (_, files) = hub.asked[-1]
-    assert name == "upload" and files[:2] == ["adapter_config.json", "adapter_model.safetensors"]
-
-
-def test_nothing_is_uploaded_before_the_end(base, tmp_path, hub, stop_after):
-    stop_after(1)
-    run(base, tmp_path / "out", lora=LORA, lr=3e-2, push_to_hub="me/words")
-    run(base, tmp_path / "dry", lora=LORA, lr=3e-2, push_to_hub="me/words", dry_run=True)
-    assert hub.asked == [CREATED] and not (tmp_path / "dry").exists()

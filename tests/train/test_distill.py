@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 def options(folder, **changes):
     usual = dict(
         model=str(folder / "qwen3"), teacher=str(folder / "llama"), data=(str(folder / "words.jsonl"),), seq_len=16,
-        batch=8, sample_tokens=4, warmup=0, lr=3e-3,
+        batch=8, warmup=0, lr=3e-3,
     )  # fmt: skip
     return distill.DistillOptions.of(**usual | changes)
 

@@ -8,7 +8,6 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import zoo
@@ -19,10 +18,9 @@ from train.data.records import Record
 from train.run import finetune
 from train.state.checkpoint import Checkpoints
 from train.state.optim import adamw
-from train.state.state import abstract_state, init_state
+from train.state.state import abstract_state
 from train.step.language import cross_entropy
 from train.step.neftune import NoisyEmbedding, noisy
-from train.step.step import Recipe, train_step
 from zoo.nn.layers import Embedding
 from zoo.nn.model import AbstractModel
 from zoo.surgery import modules
@@ -85,50 +83,6 @@ def batch():
     ones = np.ones((4, 16))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": ones, "segments": ones}
     return {k: jnp.asarray(a, jnp.int32) for k, a in batch.items()} | {"positions": jnp.tile(jnp.arange(16), (4, 1))}
-
-
-def test_noise_depends_on_the_step_and_the_row(model, batch):
-    """Noise depends on nothing else, so a resumed run equals an undisturbed one, and microbatches change nothing."""
-    seen, optimizer = [], optax.sgd(0.0)
-
-    def objective(noisy, part, *_):
-        x = noisy.embed_tokens(part["tokens"])
-        jax.debug.callback(lambda noise: seen.append(np.asarray(noise)), x - model.embed_tokens(part["tokens"]))
-        return jnp.sum(x), jnp.ones(()), {"loss": jnp.sum(x)}, ()
-
-    options = dict(optimizer=optimizer, schedule=lambda n: 0.0, compute_dtype=jnp.float32, objective=objective)
-    recipe = lambda n: Recipe(microbatches=n, neftune=5.0, **options)
-    step = jax.jit(lambda s, n: train_step(recipe(n), s, batch)[0], static_argnums=1)
-
-    def noise_of(state, microbatches):
-        seen.clear()
-        after = step(state, microbatches)
-        jax.effects_barrier()
-        return after, np.concatenate(seen)
-
-    first, rows = noise_of(init_state(model, optimizer), 1)
-    same = lambda a, b: [[bool(np.allclose(x, y, atol=1e-6)) for y in b] for x in a]
-    assert (same(rows, rows) == np.eye(4)).all(), "every row has its own"
-    _, again = noise_of(init_state(model, optimizer), 2)
-    # With microbatches each row occurs three times, because callbacks also run in the passes that only count.
-    assert (np.sum(same(rows, again), axis=1) == 3).all(), "the same step in parts"
-    _, later = noise_of(first, 1)
-    assert not np.any(same(rows, later)), "another step"
-
-
-def test_noise_is_off_by_default(model, batch):
-    """Without noise the loss is the model's. With noise it differs, is finite, and has gradients to the table."""
-    optimizer = optax.sgd(1e-3)
-    options = dict(optimizer=optimizer, schedule=lambda n: 1e-3, compute_dtype=jnp.float32, objective=cross_entropy)
-    total, count, _, _ = jax.jit(cross_entropy)(model, batch)
-    recipe = lambda alpha: Recipe(neftune=alpha, **options)
-    step = jax.jit(lambda state, alpha: train_step(recipe(alpha), state, batch), static_argnums=1)
-    _, quiet = step(init_state(model, optimizer), 0.0)
-    after, loud = step(init_state(model, optimizer), 5.0)
-    np.testing.assert_allclose(quiet["loss"], total / float(count), rtol=1e-5)
-    assert loud["finite"] and abs(loud["loss"] - quiet["loss"]) > 1e-3
-    assert (after.model.embed_tokens.weight != model.embed_tokens.weight).any()
-    assert jax.tree.structure(after.model) == jax.tree.structure(model)
 
 
 # ======================================================================================================================

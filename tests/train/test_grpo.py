@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 def options(folder, out, **changes):
     return grpo.GRPOOptions.of(
         model=str(folder / "model"), data=str(folder / "prompts.jsonl"), reward=(f"{folder / 'reward.py'}:vowels",),
-        out=out, prompts=4, group=4, max_new_tokens=6, seq_len=16, sample_tokens=4, **changes,
+        out=out, prompts=4, group=4, max_new_tokens=6, seq_len=16, **changes,
     )  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def rewards_of(out):
 def arguments(folder, out, *more):
     usual = {
         "model": folder / "model", "data": folder / "prompts.jsonl", "reward": f"{folder / 'reward.py'}:vowels",
-        "prompts": 4, "group": 4, "max-new-tokens": 6, "seq-len": 16, "sample-tokens": 4, "lr": 0.01, "out": out,
+        "prompts": 4, "group": 4, "max-new-tokens": 6, "seq-len": 16, "lr": 0.01, "out": out,
     }  # fmt: skip
     return [str(word) for name, value in usual.items() for word in (f"--{name}", value)] + [str(word) for word in more]
 

@@ -39,11 +39,11 @@ def launched(tmp_path, monkeypatch):
 
         def __init__(self, call, *, start_new_session):
             assert start_new_session
-            o = dict(word[2:].split("=", 1) for word in call[1:])
-            attempt = int(o["coordinator"].split(":")[1]) - 9900
-            self.pid, self.fate, self.process = self, o["plan"].split(",")[attempt - 1], o["process"]
-            places = f"{o['process']}/{o['processes']} {o.get('full-processes')} {o['at']}"
-            started.append(f"{attempt} {o['coordinator'][0]} {places}")
+            o = dict(word.split("=", 1) for word in call if "=" in word)
+            address, place, count = (o[name] for name in ("JAX_COORDINATOR_ADDRESS", "NODE_RANK", "NNODES"))
+            attempt = int(address.split(":")[1]) - 9900
+            self.pid, self.fate, self.process = self, o["--plan"].split(",")[attempt - 1], place
+            started.append(f"{attempt} {address[0]} {place}/{count} {o.get('FULL_PROCESSES')} {o['--at']}")
 
         def poll(self):
             if self.returncode is None:

@@ -17,8 +17,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.train.test_checkpoint import HOLDER, IDENTITY, OPTIMIZER, assert_same, at, model
-from train.run import resume
-from train.sft import SFTOptions
 from train.state.checkpoint import Checkpoints
 from train.state.state import abstract_state, init_state
 from zoo.nn.layers import Linear
@@ -266,8 +264,3 @@ def test_an_orderly_end_leaves_nothing(kept, first, tmp_path):
     before.save(at(2, first), None)
     before.close()
     assert not list((tmp_path / "disk").iterdir())
-
-
-def test_a_wrong_number_of_steps(tmp_path):
-    with pytest.raises(ValueError, match=r"--save-local-every 0 is not a number of steps: give 1 or more\."):
-        resume.checkpoints(SFTOptions.of(save_local_every=0), tmp_path, {})

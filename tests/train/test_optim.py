@@ -17,7 +17,6 @@ from train.state.optim import (
     make_optimizer,
     make_schedule,
     matrices,
-    rewarmed,
     rounded,
 )
 from train.state.state import abstract_state
@@ -67,12 +66,6 @@ def test_only_the_matrices_of_linears_are_decayed():
     }
     bias = Linear(2, 3, bias=True, key=jax.random.key(0))
     assert is_decayed(bias).weight and not is_decayed(bias).bias
-
-
-def test_rewarmed():
-    """The rate starts from the previous one, is halfway in the first of two steps, and then follows the schedule."""
-    schedule = rewarmed(lambda step: jnp.asarray(step, jnp.float32), start=10, rate=2.0, steps=2)
-    np.testing.assert_allclose([schedule(step) for step in (10, 11, 12, 40)], [6, 11, 12, 40])
 
 
 def test_adamw():

@@ -11,6 +11,7 @@ import zoo
 from tests.train import joined
 from tests.train.conftest import command
 from train.run import offending
+from train.state import checkpoint
 from train.watch.metrics import read_metrics
 
 
@@ -22,7 +23,6 @@ epochs: 1
 packing: off
 hold-out: 0.1
 lr: 1e-3
-sample-tokens: 1
 eval-every: 3
 norms-every: 2
 save-every: 0
@@ -31,12 +31,10 @@ freeze: [embed_tokens.*]
 moments: bfloat16
 weights-dtype: bfloat16
 offload: optimizer
-save-local-every: 2
 eval-tokens: 2
 best: validation_loss
 on-nonfinite: skip
 skip-spikes: 40
-step-timeout: 600
 profile: "2:3"
 """
 TRACKERS = ["--tracker", "tensorboard"] if importlib.util.find_spec("tensorboardX") else []
@@ -55,7 +53,9 @@ def test_all_at_once(tmp_path, monkeypatch, capsys):
     one, two = tmp_path / "one", tmp_path / "two"
     (tmp_path / "questions.jsonl").write_text('{"prompt": "1 + 1 = ", "answer": "2"}\n' * 2)
     start = ["--config", tmp_path / "options.yaml", "--data", data, *TRACKERS]
-    start += ["--local-checkpoints", tmp_path / "local", "--eval-tasks", tmp_path / "questions.jsonl"]
+    start += ["--eval-tasks", tmp_path / "questions.jsonl"]
+    monkeypatch.setenv("LOCAL_CHECKPOINTS", str(tmp_path / "local"))
+    monkeypatch.setattr(checkpoint, "EVERY_LOCAL", 2)
     command("train.sft", *start, "--out", one)
     said = " ".join(capsys.readouterr().out.split())
     lines = [line for line in read_metrics(one / "metrics.jsonl") if "loss" in line]
@@ -71,7 +71,7 @@ def test_all_at_once(tmp_path, monkeypatch, capsys):
     normed = [line["step"] for line in lines if any(key.startswith("gradient_norm/") for key in line)]
     assert normed == [line["step"] for line in lines if line["step"] % 2 == 0]
     assert len(list(one.rglob("events.out.tfevents.*"))) == len(TRACKERS[1:])
-    assert "step-timeout: 600" in (one / "run.yaml").read_text() and not list(one.glob("stacks-*"))
+    assert "on-nonfinite: skip" in (one / "run.yaml").read_text() and not list(one.glob("stacks-*"))
     before, after = (
         convert.tensors.open_tensors(zoo.tokenizer("tiny").folder),
         convert.tensors.open_tensors(one / "model"),

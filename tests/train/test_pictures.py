@@ -316,7 +316,7 @@ def test_fine_tuning(checkpoint, data, tmp_path, monkeypatch):
     """The tower learns, too, or stays unchanged with --freeze; the resulting model sees."""
     devices(monkeypatch, 2)
     given = dict(model=checkpoint, data=data / "train.jsonl", hold_out=0.2, seq_len=60, batch=2, lr=1e-2)
-    given |= dict(compute_dtype="float32", sample_tokens=2)
+    given |= dict(compute_dtype="float32")
     flags = [part for name, value in given.items() for part in ("--" + name.replace("_", "-"), value)]
     same_run = ("train.sft", "--vision", *flags)
     command(*same_run, "--steps", 3, "--out", tmp_path / "run")

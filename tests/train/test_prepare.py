@@ -129,7 +129,7 @@ def test_refusals(data, tmp_path, small):
         store.refuse_other(out, content, now | {"settings": content["settings"] | {"packing": "concat"}})
     with pytest.raises(ValueError, match="was prepared for tiny with kind text, and this run has pairs"):
         store.refuse_other(out, content, now | {"kind": "pairs"})
-    tokenizer.special_in_content = True
+    tokenizer.chat_template = f"{tokenizer.chat_template} "
     with pytest.raises(ValueError, match="was prepared for tiny with tokenizer"):
         store.refuse_other(out, content, store.identity("text", tokenizer, content["settings"]))
     shard = out / "train-00003-of-00009.array_record"
@@ -182,7 +182,7 @@ def given(script, options, monkeypatch, data, tmp_path, **changes):
         found.update(task=task, steps=o.optim.steps, source=data)
 
     monkeypatch.setattr(finetune, "run", run)
-    monkeypatch.setattr("train.run.loop.run", lambda o, trained, task, *rest: run(o, 0, 0, 0, task, data=rest[-1]))
+    monkeypatch.setattr("train.pretrain.start", lambda o, _, task, *rest: run(o, 0, 0, 0, task, data=rest[-1]))
     script.main(
         options.of(
             model="tiny", data=data, seq_len=SEQ, batch=4, out=tmp_path / "run", mesh="fsdp=4,tensor=2", **changes

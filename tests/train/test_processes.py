@@ -69,14 +69,19 @@ def pair(folder, devices, codes, *tasks):
 def script(name, out, *options, kind="quiet"):
     """Returns a task that trains the model of `folder` a little."""
     data = ["--model", str(out.parent / "model"), "--data", str(train.tiny.INSTRUCTIONS), "--out", str(out)]
-    data += ["--seq-len", "32", "--lr", "1e-3", "--sample-tokens", "1"]
-    data += [] if name == "grpo" else ["--batch", "8", "--eval-batches", "1"]
+    data += ["--seq-len", "32", "--lr", "1e-3"]
+    data += [] if name == "grpo" else ["--batch", "8"]
     return [kind, f"train.{name}", *data, *options]
 
 
 def struck(task, kind, step):
     """Returns the task with a signal to the second process in this step."""
     return ["struck", kind, str(step), *task[1:]]
+
+
+def with_disks(folder, task):
+    """Returns the task with a folder of local checkpoints for each process."""
+    return ["with_disks", str(folder / "disks" / "{process}"), *task]
 
 
 def alone(task, number=2):
@@ -137,13 +142,12 @@ BAD += ["--sample-every", 99, "--save-every", 99, "--on-nonfinite", "skip", "--s
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """Returns pre-training tasks: undisturbed, told to stop, and killed in the second process, with local disks."""
+    """Returns pre-training tasks: undisturbed, told to stop, and killed in the second process."""
     run = lambda name, *more: script("pretrain", folder / name, *PRETRAINING, *more)
-    disks = ["--local-checkpoints", str(folder / "disks" / "{process}"), "--save-local-every", "2"]
     return {
         "calm": run("calm", *REPLICAS, "--save-every", "99"),
         "stormy": run("stormy", "--save-every", "2"),
-        "robbed": run("robbed", *REPLICAS, *disks, "--save-every", "99"),
+        "robbed": run("robbed", *REPLICAS, "--save-every", "99"),
     }
 
 
@@ -179,7 +183,7 @@ def four(folder, runs):
     tasks = {
         "calm": runs["calm"],
         "stormy": struck([*runs["stormy"], *REPLICAS], "SIGTERM", 3),
-        "robbed": struck(runs["robbed"], "SIGKILL", 8),
+        "robbed": with_disks(folder, struck(runs["robbed"], "SIGKILL", 8)),
     }
     return printed(pair(folder, 2, (1, -signal.SIGKILL), *tasks.values()), tasks)
 
@@ -191,7 +195,10 @@ def later(folder, runs, four):
     """
     assert last_step(folder / "robbed") < 12 and not saved_steps(folder / "robbed")
     shutil.rmtree(folder / "disks" / "1")
-    tasks = {"robbed": runs["robbed"], "stormy": struck([*runs["stormy"], "--mesh", "fsdp=4"], "SIGKILL", 5)}
+    tasks = {
+        "robbed": with_disks(folder, runs["robbed"]),
+        "stormy": struck([*runs["stormy"], "--mesh", "fsdp=4"], "SIGKILL", 5),
+    }
     return printed(pair(folder, 2, (1, -signal.SIGKILL), *tasks.values()), tasks)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from convert.private import public
 from tests.train.conftest import command
 from train import distill, dpo, grpo, pretrain, sft
 from train.base import cluster, help, runfile
-from train.base.options import Group, kinds, options_of
+from train.base.options import Group, kinds, options_of, retired
 from train.data import store
 from train.planning import planner
 from train.run import defaults, folder, inspection, report
@@ -39,12 +40,12 @@ def parse(tmp_path):
 def test_values_are_words_of_a_command_line(parse):
     o = parse(
         "model: x\ndata: [a.jsonl, b]\nweights: 1\nlr: 1e-4\nseq_len: 64\npacking: off\ncompletions-only: false\n"
-        "clip-norm: .inf\npush-to-hub: null\nwarmup: -1\nlora:\n  rank: 16\nlora.alpha: 8.0\nchat: {date: 2026-01-01}\n"
+        "clip-norm: .inf\nload-state: null\nwarmup: -1\nlora:\n  rank: 16\nlora.alpha: 8.0\nchat: {template: x.jinja}\n"
     )
     assert (o.model, o.data, o.mixture.weights) == ("x", ("a.jsonl", "b"), (1.0,))
     assert (o.optim.lr, o.step.seq_len, o.rows.packing, o.completions_only) == (1e-4, 64, "off", False)
-    assert (o.optim.clip_norm, o.push_to_hub, o.optim.warmup) == (float("inf"), None, -1)
-    assert (o.lora.rank, o.lora.alpha) == (16, 8.0)
+    assert (o.optim.clip_norm, o.checkpoints.load_state, o.optim.warmup) == (float("inf"), None, -1)
+    assert (o.lora.rank, o.lora.alpha, o.chat.template) == (16, 8.0, "x.jinja")
     assert parse("") == sft.SFTOptions.of(config=o.config)
 
 
@@ -90,12 +91,28 @@ def test_values_of_another_kind_are_refused_as_on_the_command_line(parse, capsys
     assert "dotz" in said.out + said.err and "remat" in said.out + said.err
 
 
+def test_options_of_before(parse, capsys):
+    """A former option is refused on the command line, and has no effect in a file: both say what to do instead."""
+    former = retired(sft.SFTOptions)
+    assert {"bin", "chat.date", "rewarm", "step-timeout"} <= former.keys()
+    assert not former.keys() & {each.name for each in options_of(sft.SFTOptions)}
+    for name, sentence in former.items():
+        with pytest.raises(ValueError, match=f"has no option --{re.escape(name)} any more: {re.escape(sentence)}$"):
+            runfile.parse(sft.SFTOptions, [f"--{name}", "1"])
+    capsys.readouterr()
+    o = parse("lr: 1.0\nneftune: 0.0\nchat:\n  date: 2026-01-01\n  template: x\n")
+    assert (o.optim.lr, o.chat.template) == (1.0, "x")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "has neftune, which has no effect any more: embeddings get" in said
+    assert "has chat.date, which has no effect any more: templates that" in said
+
+
 @pytest.mark.parametrize("options", [sft.SFTOptions, grpo.GRPOOptions])
 def test_a_run_s_own_file(tmp_path, monkeypatch, options):
     """The file restores the run's options, except for those derived from the data, and keeps the commands."""
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "train.sft", "--model", "a b"])
     more = {} if options is grpo.GRPOOptions else {"data": ("x", "y"), "weights": (0.5, 0.5), "packing": "off"}
-    o = options.of(out=pathlib.Path("runs/a"), lr=1e-9, clip_norm=float("inf"), push_to_hub="off", dry_run=True, **more)
+    o = options.of(out=pathlib.Path("runs/a"), lr=1e-9, clip_norm=float("inf"), load_state="off", dry_run=True, **more)
     o = defaults.resolve_steps(o.changed(lora=o.lora.changed(rank=4)), 7)
     runfile.write(tmp_path, o)
     runfile.write(tmp_path, o)
@@ -215,7 +232,7 @@ def test_help_of_a_run_begins_with_its_model_and_data(capsys):
         said.index(part) for part in ("\nModel\n  --model", "\nData\n  --data", "\nOptimizer\n")
     )
     words = {each.name: help.default_in_words(each) for each in options_of(sft.SFTOptions)}
-    assert words["norms-every"] == "default: never" and words["eval-questions"] == "default: 200"
+    assert words["norms-every"] == "default: never" and words["eval-tokens"] == "default: 256"
     assert words["epochs"] == "default: 3 epochs, but 8 for the embedded instructions"
 
 

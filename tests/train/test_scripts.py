@@ -32,6 +32,7 @@ from train.base.stop import AGAIN, StopRequest
 from train.data.packing import Example, Survey
 from train.run import defaults, folder, loop, report
 from train.run.start import Run
+from train.state import checkpoint
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -55,7 +56,7 @@ def words(base):
 def options(base, out, *more):
     usual = {
         "model": base / "model", "data": base / "words.jsonl", "out": out, "steps": STEPS, "seq-len": 32, "batch": 4,
-        "lr": 1e-2, "sample-tokens": 2, "save-every": 4, "eval-every": 4,
+        "lr": 1e-2, "save-every": 4, "eval-every": 4,
     }  # fmt: skip
     return [str(word) for name, value in usual.items() for word in (f"--{name}", value)] + [str(word) for word in more]
 
@@ -167,7 +168,9 @@ def test_a_run_goes_on_from_a_local_checkpoint(words, whole, tmp_path, monkeypat
         asked.append(stop)
         return 1 / (8 - len(asked)) and ""
 
-    how = options(words, out, "--local-checkpoints", tmp_path / "disk", "--save-local-every", 3)
+    how = options(words, out)
+    monkeypatch.setenv("LOCAL_CHECKPOINTS", str(tmp_path / "disk"))
+    monkeypatch.setattr(checkpoint, "EVERY_LOCAL", 3)
     with monkeypatch.context() as patch:
         patch.setattr(StopRequest, "agreed", fail)
         with pytest.raises(ZeroDivisionError):
@@ -263,13 +266,13 @@ def test_a_mended_record(words, tmp_path, stopped_at, capsys):
     said = refused(*command_of())
     assert "words.jsonl has other contents" in said and "--accept-data" in said and "--out" in said
     capsys.readouterr()
-    command("train.sft", *command_of("--accept-data", "--eval-batches", 3))
+    command("train.sft", *command_of("--accept-data", "--clip-norm", 3))
     said = capsys.readouterr().out.replace("\n", " ")
     assert "words.jsonl has other contents. The run goes on with it at the same place" in said
-    assert "Not as before: --eval-batches was 50 and is 3." in said and "Stopped by SIGTERM after step 4" in said
+    assert "Not as before: --clip-norm was 1.0 and is 3.0." in said and "Stopped by SIGTERM after step 4" in said
     command("train.sft", *command_of())  # the change was accepted before, and need not be again
     said = capsys.readouterr().out.replace("\n", " ")
-    assert "Going on from step 4" in said and "--eval-batches was 3 and is 50" in said and "other contents" not in said
+    assert "Going on from step 4" in said and "--clip-norm was 3.0 and is 1.0" in said and "other contents" not in said
     (tmp_path / "words.jsonl").rename(tmp_path / "verbs.jsonl")
     text = refused(*command_of("--data", tmp_path / "verbs.jsonl"))
     assert "verbs.jsonl is new, words.jsonl is gone" in text
@@ -289,10 +292,10 @@ def test_folders_by_default(words, tmp_path, stopped_at, monkeypatch, capsys):
         return capsys.readouterr().out.replace("\n", " ")
 
     assert "Going on" not in start() and losses(tmp_path / "runs" / "sft").keys() == {1}
-    said = start("--eval-batches", 3)
-    assert "runs/sft has another run: --eval-batches was 50 and is 3. So this run goes to runs/sft-2; --out" in said
+    said = start("--clip-norm", 3)
+    assert "runs/sft has another run: --clip-norm was 1.0 and is 3.0. So this run goes to runs/sft-2; --out" in said
     assert "Going on from step 1 of runs/sft." in start() and losses(tmp_path / "runs" / "sft").keys() == {1, 2}
-    assert "Going on from step 1 of runs/sft-2." in start("--eval-batches", 3, "--keep", 1, "--mesh", "replica=1")
+    assert "Going on from step 1 of runs/sft-2." in start("--clip-norm", 3, "--keep", 1, "--mesh", "replica=1")
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["sft", "sft-2"]
 
 
@@ -331,8 +334,7 @@ def test_never(words, tmp_path, stopped_at):
     assert not Run.is_due(types.SimpleNamespace(done=lambda: True), "never")
     said = refused(*options(words, tmp_path / "best", "--eval-every", "never", "--best", "validation_loss"))
     assert "leave out --eval-every never" in said
-    o = runfile.parse(sft.SFTOptions, ["--norms-every", "never", "--step-timeout", "never"])
-    assert o.watchdog.step_timeout == "never" and not o.watch.norms_due(1)
+    assert not runfile.parse(sft.SFTOptions, ["--norms-every", "never"]).watch.norms_due(1)
 
 
 def test_what_follows_from_the_steps_is_not_told():
@@ -351,11 +353,11 @@ def test_what_follows_from_the_steps_is_not_told():
 def test_other_options_are_told_when_a_run_goes_on(words, whole, tmp_path, capsys):
     """Options that affect the numbers are reported in one line. The run is at its end, so nothing is computed."""
     out = shutil.copytree(whole, tmp_path / "out")
-    more = ["--lr", 0.02, "--schedule", "wsd", "--neftune", 5, "--matmul", "int8", "--compute-dtype", "bfloat16"]
+    more = ["--lr", 0.02, "--schedule", "wsd", "--z-loss", 0.1, "--matmul", "int8", "--compute-dtype", "bfloat16"]
     command("train.sft", *options(words, out, *more, "--keep", 7))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Not as before: ")]
     for change in (
-        "--lr was 0.01 and is 0.02", "--schedule was cosine and is wsd", "--neftune was 0.0 and is 5.0",
+        "--lr was 0.01 and is 0.02", "--schedule was cosine and is wsd", "--z-loss was 0.0 and is 0.1",
         "--matmul was float and is int8", "--compute-dtype was float32 and is bfloat16",
     ):  # fmt: skip
         assert change in line
@@ -445,7 +447,7 @@ def test_mtp_learns(base):
     """The MTP module is created, learns, and is exported. Without decay it changes only by its own loss."""
     model, out = tiny.write(base / "further", "deepseek3", num_hidden_layers=1, first_k_dense_replace=1), base / "mtp"
     tiny.write_tokenizer(model)
-    more = ("--steps", 1, "--weight-decay", 0, "--mtp-weight", 0.3, "--router-balance", 0, "--sample-tokens", 0)
+    more = ("--steps", 1, "--weight-decay", 0, "--mtp-weight", 0.3, "--router-balance", 0)
     command("train.pretrain", *options(base, out, "--model", model, *more))
     assert metrics(out)[-1]["mtp_loss"] > 0
     config, where = zoo.config(model), lambda model: np.asarray(model.mtp.eh_proj.weight)

@@ -149,7 +149,7 @@ def test_a_family_of_ones_own(own, untyped, monkeypatch):
     assert json.loads((own / "parallel/config.json").read_text())["architectures"] == ["ParallelForCausalLM"]
 
     (own / "texts.jsonl").write_text('{"text": "import sys\\nimport os\\n"}\n' * 8)
-    options = "--model parallel --data texts.jsonl --steps 1 --seq-len 32 --batch 2 --hold-out 0 --sample-tokens 1"
+    options = "--model parallel --data texts.jsonl --steps 1 --seq-len 32 --batch 2 --hold-out 0"
     monkeypatch.setattr(sys, "argv", ["train_mine.py", *options.split(), "--out", "run"])
     devices(monkeypatch, 1)
     monkeypatch.setattr(zoo, "generate", lambda model, tokenizer, prompts, **_: [""] * len(prompts))

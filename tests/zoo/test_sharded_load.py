@@ -14,7 +14,7 @@ from tests.zoo import tiny
 
 
 CHILD = """
-import json, pathlib, re, sys
+import json, os, pathlib, re, sys
 import jax, numpy as np
 import zoo
 from convert.tensors import Tensor
@@ -23,7 +23,8 @@ from zoo.mesh import make_mesh
 
 folder, mesh, options, processes, process, coordinator = sys.argv[1:]
 if int(processes) > 1:
-    cluster.initialize(coordinator, int(processes), int(process))
+    os.environ |= {"JAX_COORDINATOR_ADDRESS": coordinator, "NNODES": processes, "NODE_RANK": process}
+    cluster.initialize()
 mesh, options = make_mesh(mesh), json.loads(options)
 jax.numpy.zeros(1).block_until_ready()
 

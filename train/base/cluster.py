@@ -29,24 +29,18 @@ CHUNK = 2**26  # bytes that `broadcast` sends at a time
 _passed = 0
 
 
-def initialize(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
+def initialize() -> None:
     """Joins the other processes of the run, if there are any. Call it before anything requests devices.
 
-    Args:
-        coordinator: host:port of process 0, where it will listen.
-        processes: the number of processes.
-        process: the number of this process, from 0.
-
-    If all three are None, they come from `named`. JAX finds values that are still None on Cloud TPUs and under Slurm,
-    Kubernetes (Jobs and JobSets) and Open MPI. If none of these applies, nothing happens: the run has one process. In
-    all processes but process 0, rich prints nothing.
+    `named` finds the others. If it does not, JAX finds them on Cloud TPUs and under Slurm, Kubernetes (Jobs and
+    JobSets) and Open MPI. If none of these applies, nothing happens: the run has one process. In all processes but
+    process 0, rich prints nothing.
 
     Raises:
         ValueError: there are other processes, but not enough is known to reach them.
     """
-    if (coordinator, processes, process) == (None, None, None):
-        coordinator, processes, process = named()
-    asked = (coordinator, processes, process) != (None, None, None) or launched()
+    coordinator, processes, process = named()
+    asked = coordinator is not None or launched()
     if not asked and "tpu" not in (jax.config.jax_platforms or ""):  # JAX sets it on Cloud TPUs
         return
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM, which train.base.stop does
@@ -58,17 +52,17 @@ def initialize(coordinator: str | None = None, processes: int | None = None, pro
     except (ValueError, RuntimeError) as error:
         if asked:
             raise ValueError(
-                f"This process can't join the others ({error}). Give each of them the same --coordinator host:port and "
-                "--processes, and its own --process from 0."
+                f"This process can't join the others ({error}). Set the same JAX_COORDINATOR_ADDRESS (host:port of "
+                "process 0) and NNODES (their number) for each of them, and its own NODE_RANK, from 0."
             ) from error
         return
     rich.reconfigure(quiet=jax.process_index() > 0)
 
 
 def named() -> tuple[str | None, int | None, int | None]:
-    """Returns the coordinator, the number of processes and this process's number, from environment variables.
+    """Returns the address of process 0, the number of processes and this process's number, by environment variables.
 
-    JobSets of XPK and of GKE's guides set these variables. All three values are None unless all are set.
+    `train.launch`, XPK's JobSets and those of GKE's guides set them. All three values are None unless all are set.
     """
     number = lambda *names: next((int(os.environ[name]) for name in names if name in os.environ), None)
     host = os.environ.get("JAX_COORDINATOR_ADDRESS") or os.environ.get("JAX_COORDINATOR_IP")
@@ -79,6 +73,11 @@ def named() -> tuple[str | None, int | None, int | None]:
         return None, None, None
     port = os.environ.get("JAX_COORDINATOR_PORT", "1234")  # XPK's
     return host if ":" in host else f"{host}:{port}", processes, process
+
+
+def full_processes() -> int:
+    """Returns the number of processes when none is lost, which `train.launch --elastic` sets; 0 without it."""
+    return int(os.environ.get("FULL_PROCESSES", 0))
 
 
 def launched() -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -22,21 +22,20 @@ LOST = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandOptions(OptionGroup):
-    """Options for `command`: a file of options, and how the processes of a run find each other."""
+    """Options for `command`: a file of options."""
 
-    help_group: ClassVar[Group] = Group.DEVICES
+    help_group: ClassVar[Group] = Group.RUN
     name: ClassVar[str]  # of the script
 
-    config: pathlib.Path | None = option(None, group=Group.RUN, identity=False)
+    config: pathlib.Path | None = option(None, identity=False)
     """YAML file of any of these options, such as the run.yaml in the folder of another run. Options of the command line
     win over those of the file."""
-    coordinator: str | None = option(None, rare=True, identity=False)
-    """host:port of process 0. Needed only if several processes were started by no launcher that JAX knows: see
-    docs/clusters.md."""
-    processes: int | None = option(None, rare=True, identity=False)
-    """Number of processes."""
-    process: int | None = option(None, rare=True, identity=False)
-    """Number of this process, counted from 0."""
+    retired: ClassVar[Mapping[str, str]] = {
+        "coordinator": "set the environment variable JAX_COORDINATOR_ADDRESS (docs/clusters.md).",
+        "processes": "set the environment variable NNODES (docs/clusters.md).",
+        "process": "set the environment variable NODE_RANK (docs/clusters.md).",
+        "full-processes": "train.launch --elastic sets the environment variable FULL_PROCESSES.",
+    }
 
 
 def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
@@ -55,7 +54,7 @@ def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache.folder("jax")))
     try:
         with stop.handled(stop.leave):
-            cluster.initialize(o.coordinator, o.processes, o.process)
+            cluster.initialize()
             main(o)
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         if "Gloo" in str(error) and jax.process_count() > 1:  # jaxlib raises some of its errors as ValueErrors

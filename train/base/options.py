@@ -119,10 +119,15 @@ class Option:
     classes: tuple[type, ...]  # the classes that declare it, the last one first
 
     @property
+    def prefix(self) -> str:
+        """Returns the prefix of its group, such as "lora."; empty if the group is flat."""
+        return self.name[: self.name.rfind(".") + 1]
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """Returns the flags that set the option: two for a bool, of which the second is --no-NAME."""
-        above, dot, own = self.name.rpartition(".")
-        return (f"--{self.name}", f"--{above}{dot}no-{own}") if self.kind is bool else (f"--{self.name}",)
+        own = self.name.removeprefix(self.prefix)
+        return (f"--{self.name}", f"--{self.prefix}no-{own}") if self.kind is bool else (f"--{self.name}",)
 
     @property
     def text(self) -> str:
@@ -160,8 +165,13 @@ def plain(options: OptionGroup) -> dict[str, Any]:
 
 def retired(script: type[OptionGroup]) -> dict[str, str]:
     """Returns former option -> a sentence about it, for the options that the script no longer has."""
-    groups = {each for option in options_of(script) for each in option.classes if issubclass(each, OptionGroup)}
-    return {name: sentence for group in groups for name, sentence in group.retired.items()}
+    groups = {(option.prefix, each) for option in options_of(script) for each in option.classes}
+    return {
+        f"{prefix}{name}": sentence
+        for prefix, group in groups
+        if issubclass(group, OptionGroup)
+        for name, sentence in group.retired.items()
+    }
 
 
 def _options(

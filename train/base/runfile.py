@@ -26,7 +26,7 @@ from train.base.options import OptionGroup, kinds, options_of, plain, retired
 
 RUN = "run.yaml"  # in the folder of every run
 # Options of a single start. They are not written to the run's file, as the run may be started again without them.
-ONCE = {"accept_data", "config", "coordinator", "dry_run", "process", "processes"}
+ONCE = {"accept_data", "config", "dry_run"}
 O = TypeVar("O", bound=OptionGroup)
 
 
@@ -87,7 +87,7 @@ def _words(found: Any, options: type[OptionGroup], path: str | os.PathLike, grou
     for key, value in found.items():
         name, _, below = key.replace("-", "_").partition(".")
         if sentence := former.get(name.replace("_", "-")):
-            rich.print(f"WARNING: {path} has {key}, which has no effect any more: {sentence}")
+            rich.print(f"WARNING: {path} has {group}{key}, which has no effect any more: {sentence}")
             continue
         if name not in known or name == "config" or bool(below) > dataclasses.is_dataclass(known[name]):
             others = [each for each in options_of(options) if each.name not in ("config", key)]

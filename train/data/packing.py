@@ -17,8 +17,8 @@ import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import grain
 import jax
@@ -46,6 +46,8 @@ ROLES = {role: role for role in ("system", "developer", "user", "assistant", "to
 ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
 BINS = 64  # rows that are packed at a time; more rows leave less padding, and mix the epochs of a small data set more
 
+DATE = datetime.date(2026, 1, 1)  # for templates that write one: a run that goes on tomorrow has the same tokens
+
 Packing = Literal["fit", "concat", "off"]
 LongTexts = Literal["split", "cut"]
 
@@ -70,19 +72,18 @@ class PackingOptions(OptionGroup):
 class Chat(OptionGroup):
     """Options for the chat template, which turns chats into text: options of `zoo.tokenizer`."""
 
-    date: datetime.date = datetime.date(2026, 1, 1)
-    """Date for templates that write one. The date is fixed, so that a run that goes on tomorrow has the same tokens."""
-    special_in_content: bool = False
-    """Encode control tokens that stand in the messages of users and tools, such as <|im_end|>, as control tokens, as
-    transformers does. By default they stay text."""
     template: str | None = option(None, identity=False)
     """Jinja file, or another model (a zoo name, a Hub repository or a folder) whose chat template is used, such as the
     instruction-tuned model for a base model. The exported model has this template. None: the model's own."""
+    retired: ClassVar[Mapping[str, str]] = {
+        "date": "templates that write a date get 2026-01-01.",
+        "special-in-content": "control tokens in messages stay text; write such a chat as a prompt and a completion.",
+    }
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Returns these options as arguments of `zoo.tokenizer`."""
-        return {"date": self.date, "special_in_content": self.special_in_content, "chat_template": self.template}
+        return {"date": DATE, "chat_template": self.template}
 
 
 # ======================================================================================================================
@@ -375,7 +376,6 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """Returns a SHA-256 of all that determines tokens: the tokenizer, its chat template, and the date if it is used."""
     template = tokenizer.chat_template or ""
     dated = str(tokenizer.date) if "strftime_now" in template else ""
-    dated += "special tokens in contents" if tokenizer.special_in_content else ""
     file = tokenizer.folder / source_of(tokenizer.folder)
     content = file.read_bytes()
     if file.name == tiktoken.NAME:  # Kimi's tokenizer, whose special tokens are named in another file

@@ -28,6 +28,9 @@ from zoo.text.tokenizer import Tokenizer
 from zoo.weights.gather import gathered
 
 
+QUESTIONS = 200  # of each task, from its beginning: a run looks at its progress, and the whole task is for its end
+
+
 class Harness:
     """One or several tasks of lm-eval: a task by its name, or the tasks of a YAML file or of a folder of such files.
 
@@ -71,7 +74,7 @@ class Harness:
         lm = adapter(model, self._tokenizer, rows, self._o.eval_tokens, told)
         with contextlib.redirect_stderr(io.StringIO()):  # hides lm-eval's own progress bars
             found = self._evaluator.simple_evaluate(
-                model=lm, tasks=self._tasks, task_manager=self._manager, limit=self._o.eval_questions or None,
+                model=lm, tasks=self._tasks, task_manager=self._manager, limit=QUESTIONS,
                 bootstrap_iters=0, random_seed=None, numpy_random_seed=None, torch_random_seed=None,
             )  # fmt: skip
         self._wrong = list(itertools.islice(wrong(found["samples"]), WRONG))

@@ -20,12 +20,11 @@ class TaskOptions(OptionGroup):
     eval_tasks: tuple[str, ...] = ()
     """Questions that the model answers at each evaluation, greedily. They are .jsonl files (docs/watching.md), names of
     tasks of lm-eval, or YAML files of such tasks or folders of these. The metric of math.jsonl is eval_math."""
-    eval_questions: int = option(200, rare=True)
-    """Number of questions of each of --eval-tasks, from its beginning. 0: all."""
     eval_tokens: int = option(256, rare=True)
     """Largest number of tokens of an answer, unless a task of lm-eval sets another."""
     retired: ClassVar[Mapping[str, str]] = {
-        "eval-rows": "32 answers are written at a time, or fewer where the memory does not suffice."
+        "eval-rows": "32 answers are written at a time, or fewer where the memory does not suffice.",
+        "eval-questions": "all questions of a file are asked, and the first 200 of a task of lm-eval.",
     }
 
 

@@ -116,9 +116,9 @@ class Questions:
         except (ValueError, OSError) as error:
             raise type(error)(f"--eval-tasks: {error}") from error
         self.name, self.tokenizer, self.tokens = f"eval_{path.stem}", tokenizer, options.eval_tokens
-        self.questions = [question(record, tokenizer) for record in records[: options.eval_questions or None]]
+        self.questions = [question(record, tokenizer) for record in records]
         room = config.max_position_embeddings - options.eval_tokens
-        for record, each in zip(records, self.questions, strict=False):
+        for record, each in zip(records, self.questions, strict=True):
             if len(each.prompt.ids) > room:
                 raise ValueError(
                     f"{record.where}: the prompt has {len(each.prompt.ids):,} tokens, which with --eval-tokens "

@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -11,7 +11,7 @@ import rich
 from jax.sharding import Mesh
 
 from train.base.goodput import timed
-from train.base.options import Every, Flat, Group, OptionGroup, option
+from train.base.options import Every, Flat, Group, OptionGroup
 from train.evaluate.task import TaskOptions
 from train.evaluate.tasks import Tasks
 from train.state.checkpoint import Checkpoints
@@ -29,6 +29,7 @@ LOWER = (
     "*loss*", "*perplexity", "divergence*", "*kl", "*drift", "mismatched", "*_errors",
     "bits_per_byte", "brier_score", "*mse", "*mae", "wer", "ter",
 )  # fmt: skip
+BATCHES = 50  # of validation data that are used each time, at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,6 @@ class ValidationOptions(OptionGroup):
     eval_every: Every = 0
     """Number of steps between evaluations: losses on the validation data, and --eval-tasks. 0: a tenth of --steps.
     never: no evaluations."""
-    eval_batches: int = option(50, rare=True)
-    """Largest number of batches of validation data that are used each time."""
     best: str | None = None
     """Metric of the evaluations, such as validation_accuracy or eval_math, by which the best model is exported. The
     best has the lowest loss, or the highest accuracy, reward or other metric. Checkpoints are then saved at each
@@ -51,6 +50,9 @@ class ValidationOptions(OptionGroup):
     """Number of evaluations in a row without a new best by --best, after which the run ends. 0: it takes all
     --steps."""
     tasks: Flat[TaskOptions] = TaskOptions()
+    retired: ClassVar[Mapping[str, str]] = {
+        "eval-batches": "50 batches of validation data are used at most; --hold-out, or smaller files, give fewer."
+    }
 
     @property
     def keeps_best(self) -> bool:
@@ -132,7 +134,7 @@ class Validation:
             return {name: sum(numbers[name] * size for numbers, size in drawn) / count for name in names}
         found = [
             self._sums(model, put_batch(batch, self.mesh, model, reference), reference)
-            for _, batch in zip(range(self.options.eval_batches), data, strict=False)
+            for _, batch in zip(range(BATCHES), data, strict=False)
         ]
         count, sums = jax.tree.map(lambda *a: sum(map(float, a)), *jax.device_get(found))
         return {name: value / count for name, value in sums.items()}

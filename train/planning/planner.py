@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -84,8 +83,6 @@ class Options(OptionGroup):
     """Plan the decoding step, which adds a token to each row, with weights in bfloat16, instead of training."""
     search: bool = False
     """Also try other meshes, batches and remats: estimate many, compile the best three, and rank them."""
-    save: pathlib.Path | None = option(None, group=Group.RUN)
-    """File to write the compiled step to, which a run with the same options loads by --program."""
 
     @property
     def reference(self) -> bool:

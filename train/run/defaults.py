@@ -8,6 +8,7 @@ import rich
 from jax.sharding import Mesh
 
 from kernels.mesh import BATCH
+from train.base import cluster
 from train.base.runfile import DerivedSteps
 from train.planning import ahead, fit
 from train.run.options import Options
@@ -38,7 +39,7 @@ def resolve(options: O, config: AbstractConfig, *, width_lr: float, weight_decay
         raise ValueError(f"--seq-len {step.seq_len} exceeds the model's {config.max_position_embeddings} positions.")
     dtype = {"cpu": "float32"}.get(jax.default_backend(), "bfloat16")
     microbatches = step.microbatches
-    if (processes := jax.process_count()) < (full := step.full_processes):
+    if (processes := jax.process_count()) < (full := cluster.full_processes()):
         shares = math.prod(make_mesh(step.mesh).shape[axis] for axis in BATCH)
         microbatches = elastic(microbatches, rows=step.batch, shares=shares, processes=processes, full=full)
         rich.print(f"{processes} of {full} processes: a step has {microbatches} microbatches.")

@@ -1,4 +1,4 @@
-"""Code for scripts that start from a model's weights: options, loading the model, adapters, and the upload."""
+"""Code for scripts that start from a model's weights: options, loading the model, and adapters."""
 
 import dataclasses
 import functools
@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
-import rich
 from jax.sharding import Mesh
 
-import convert.hub
 import zoo
 from train.base.options import Group, option
 from train.run import defaults, folder, loop
 from train.run.options import Options
+from train.run.start import start
 from train.state import state
 from train.state.state import Lora
 from train.step.task import Task
@@ -34,9 +33,9 @@ class FineTuningOptions(Options):
     quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
     """Format of the weights under adapters, which are not trained. none: --compute-dtype. int8 and fp8: eight bits.
     nf4: four bits (QLoRA)."""
-    push_to_hub: str | None = option(None, group=Group.RUN, rare=True, identity=False)
-    """Repository org/name on the Hub that the result is uploaded to. A missing repository is created as a private one.
-    Needs HF_TOKEN."""
+    retired: ClassVar[Mapping[str, str]] = {
+        "push-to-hub": "`hf upload ORG/NAME RUN/model --private` uploads the result of a run."
+    }
 
 
 O = TypeVar("O", bound=FineTuningOptions)
@@ -45,16 +44,11 @@ O = TypeVar("O", bound=FineTuningOptions)
 def resolve(options: O, config: AbstractConfig, *, width_lr: float) -> O:
     """Calls `train.run.defaults.resolve` with the defaults of adapters.
 
-    It also creates the repository on the Hub, so that a wrong name fails before the training.
-
     Raises:
         ValueError: weights are to be both quantized and trained, or the model has fewer positions than --seq-len.
-        OSError: the repository cannot be created.
     """
     if options.quantize != "none" and not options.lora.rank:
         raise ValueError(f"--quantize {options.quantize} keeps weights that are not trained; it needs --lora.rank.")
-    if options.push_to_hub and not options.dry_run and jax.process_index() == 0:
-        convert.hub.create(options.push_to_hub)
     options = options.changed(lora=options.lora.changed(alpha=options.lora.alpha or 2.0 * options.lora.rank))
     return defaults.resolve(options, config, width_lr=width_lr, weight_decay=0.0 if options.lora.rank else 0.1)
 
@@ -81,7 +75,7 @@ def run(
     *,
     data: Mapping[str, Any],
 ) -> None:
-    """Trains the model that the options name, or its adapters, by `train.run.loop.run`, and uploads the result.
+    """Trains the model that the options name, or its adapters.
 
     `data` is the identity of the data, which must not change until the run has ended.
     """
@@ -94,6 +88,5 @@ def run(
             functools.partial(load, options, model, mesh), options.model, model.config, mesh, options.step,
             options.state, freeze=options.freeze, adapters=options.lora.rank > 0, parts=options.parts,
         )  # fmt: skip
-        exported = loop.run(options, trained, task, mesh, tokenizer, identity)
-    if exported and options.push_to_hub and jax.process_index() == 0:
-        rich.print(f"Uploaded: {convert.hub.push(exported, options.push_to_hub)}")
+        if started := start(options, trained, task, mesh, tokenizer, identity):
+            loop.train(started)

@@ -163,9 +163,9 @@ class Launcher:
         return max((n for n in range(1, there + 1) if self.options.processes % n == 0), default=0)
 
     def _call(self, slot: int, host: str, address: str, processes: int, process: int) -> list[str]:
-        joins = {"coordinator": address, "processes": processes, "process": process}
-        joins |= {"full-processes": self.options.processes} if self.options.elastic else {}
-        command = [*self.command, *(f"--{name}={value}" for name, value in joins.items())]
+        joins = {"JAX_COORDINATOR_ADDRESS": address, "NNODES": processes, "NODE_RANK": process}
+        joins |= {"FULL_PROCESSES": self.options.processes} if self.options.elastic else {}
+        command = ["env", *(f"{name}={value}" for name, value in joins.items()), *self.command]
         fill = lambda word: (
             word.replace("{host}", host).replace("{slot}", str(slot)).replace("{command}", shlex.join(command))
         )

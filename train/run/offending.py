@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich
+import tyro
 
 from train.base import runfile
 from train.base.cluster import agree
@@ -54,19 +55,14 @@ class OffendingOptions(OptionGroup):
     """Number of standard deviations by which the loss, or the gradients' norm, may exceed its running mean, such as 6.
     A step above that is a spike, and changes nothing. Mean and deviation are of about the last 128 steps. 0: spikes are
     like all other steps."""
-    check_replay_every: int = option(0, rare=True, identity=False)
-    """Number of steps between steps that are computed twice. If the two results have different bits, a device computes
-    wrongly, and the run ends without saving them. Such a step takes twice the time, and memory for one more state.
-    0: never."""
-    replay: pathlib.Path | None = option(None, rare=True, identity=False)
-    """Folder offending-... of a run, whose step is computed once more. Nothing is trained. See train.replay."""
+    replay: tyro.conf.Suppress[tyro.conf.Fixed[pathlib.Path | None]] = None
+    """Folder offending-... of a run, whose step is computed once more, by train.replay. Nothing is trained."""
 
     retired: ClassVar[Mapping[str, str]] = {
-        "check-nans": "python -m train.replay FOLDER names the operation that made the first NaN."
+        "check-nans": "python -m train.replay FOLDER names the operation that made the first NaN.",
+        "check-replay-every": "no step is computed twice.",
+        "replay": "python -m train.replay FOLDER computes a step once more.",
     }
-
-    def replays(self, n: int) -> bool:
-        return bool(self.check_replay_every) and n % self.check_replay_every == 0
 
 
 class Running:
@@ -212,7 +208,7 @@ def explained(step: Callable[..., Any], state: TrainState, batch: Any, trained: 
 
 
 def at_step(state: TrainState, step: int) -> TrainState:
-    """Returns the state with another step number, on which the noise of NEFTune depends."""
+    """Returns the state with another step number, on which the rounding of --weights-dtype bfloat16 depends."""
     number = jax.device_put(np.int32(step), state.step.sharding)
     return dataclasses.replace(state, step=number)
 

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from train.base.command import CommandOptions
@@ -11,11 +11,9 @@ from train.base.options import Flat, Group, option
 from train.base.profiling import ProfileOptions
 from train.data.packing import Chat
 from train.data.sets import Phase, Reading
-from train.evaluate.validation import ValidationOptions
+from train.evaluate.validation import BATCHES, ValidationOptions
 from train.run.offending import OffendingOptions
-from train.run.watchdog import WatchdogOptions
 from train.state.checkpoint import CheckpointOptions
-from train.state.local import LocalOptions
 from train.state.optim import OptimizerOptions
 from train.state.remat import StepOptions
 from train.state.state import StateOptions
@@ -44,9 +42,7 @@ class Options(CommandOptions, abc.ABC):
     watch: Flat[WatchOptions] = WatchOptions()
     profiling: Flat[ProfileOptions] = ProfileOptions()
     checkpoints: Flat[CheckpointOptions] = CheckpointOptions()
-    local: Flat[LocalOptions] = LocalOptions()
     offending: Flat[OffendingOptions] = OffendingOptions()
-    watchdog: Flat[WatchdogOptions] = WatchdogOptions()
     out: pathlib.Path | None = option(None, identity=False)
     """Folder of the run: checkpoints, metrics.jsonl, samples.jsonl, report.html, loss.png, exported model or adapter.
     None: runs/NAME, or runs/NAME-2 and so on if another run has that; the same command finds its own folder again."""
@@ -55,6 +51,12 @@ class Options(CommandOptions, abc.ABC):
     dry_run: bool = option(False, identity=False)
     """Print the data, three examples (text that is not learnt is dimmed), memory, mesh and disk, and train nothing."""
     chat: Chat = option(Chat(), rare=True)
+    retired: ClassVar[Mapping[str, str]] = {
+        "local-checkpoints": "set the environment variable LOCAL_CHECKPOINTS (docs/reliability.md).",
+        "save-local-every": "local checkpoints are saved every 20 steps.",
+        "step-timeout": "set the environment variable STEP_TIMEOUT, in seconds (docs/faults.md).",
+        "program": "JAX_COMPILATION_CACHE_DIR keeps compiled steps for later starts (docs/clusters.md).",
+    }
 
     @property
     @abc.abstractmethod
@@ -68,7 +70,7 @@ class Options(CommandOptions, abc.ABC):
 
     def reading(self, epochs: int = 0) -> Reading:
         """Returns how the run reads its data."""
-        return Reading(epochs, self.seed, self.validation.eval_batches * self.step.batch, self.dry_run)
+        return Reading(epochs, self.seed, BATCHES * self.step.batch, self.dry_run)
 
     def phase(self, data: Sequence[str], weights: Sequence[float]) -> Phase:
         """Returns the whole run as one phase."""

@@ -15,18 +15,17 @@ from train.base.differences import differences
 from train.base.options import kinds
 from train.run import folder
 from train.run.options import Options
+from train.state import local
 from train.state.checkpoint import Checkpoints, describe, read_arrays, unreadable
 from train.state.state import TrainState
 
 
 def checkpoints(options: Options, out: pathlib.Path, identity: Mapping[str, Any]) -> Checkpoints:
     """Opens the checkpoints of the run in the folder `out`."""
-    shared, local = options.checkpoints, options.local
-    if local.save_local_every < 1:
-        raise ValueError(f"--save-local-every {local.save_local_every} is not a number of steps: give 1 or more.")
+    shared = options.checkpoints
     return Checkpoints(
         out / "checkpoints", identity=identity, keep=shared.keep, accept_data=shared.accept_data,
-        options=kinds(type(options)), local=local.local_checkpoints,
+        options=kinds(type(options)), local=local.folder(),
     )  # fmt: skip
 
 

@@ -8,13 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from train.base import program
+from train.base.flops import flops_per_token
 from train.base.options import Every
+from train.base.profiling import Profile
 from train.evaluate.validation import Validation
 from train.run import folder, replay, report, resume
 from train.run.defaults import resolve_remat
 from train.run.offending import SpikeGuard
 from train.run.options import Options
+from train.run.watchdog import Watchdog
 from train.state import optim
 from train.state.checkpoint import Checkpoints
 from train.state.mesh import put_batch
@@ -24,6 +26,8 @@ from train.state.state import Trained, TrainState, abstract_state, init_state
 from train.step.router import rebalancing
 from train.step.step import Recipe, jit_train_step
 from train.step.task import Task
+from train.watch.memory import breakdown
+from train.watch.watch import Samples, Watch
 from zoo import lora
 from zoo.registry import family_of
 from zoo.text.tokenizer import Tokenizer
@@ -31,18 +35,28 @@ from zoo.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass
 class Run:
-    """Everything the loop holds. `data`, `state` and `n` change from step to step."""
+    """Everything that the loop holds. `data`, `state` and `n` change from step to step."""
 
-    options: Options
     out: pathlib.Path  # the folder that the run writes to
+    manifest: Mapping[str, Any]  # its identity, and the options that its numbers depend on
     trained: Trained
     task: Task
+    mesh: Mesh
+    tokenizer: Tokenizer
+    recipe: Recipe
+    step: Callable[..., tuple[TrainState, dict[str, Any]]]  # compiled
+    steps: int  # of the whole run
+    flops: float  # of a token
+    eval_every: Every
+    sample_every: Every
+    save_every: Every
     checkpoints: Checkpoints
     validation: Validation
     guard: SpikeGuard
-    step: Callable[..., tuple[TrainState, dict[str, Any]]]  # compiled
-    recipe: Recipe
-    rewarm: Mapping[str, Any] | None  # see train.state.optim.rewarmed
+    watchdog: Watchdog
+    watch: Watch
+    samples: Samples
+    memory: Callable[[TrainState, Any], dict[str, int]]  # of the state and a placed batch, by kind
     data: Any  # iterator
     state: TrainState
     n: int  # number of steps that are done
@@ -52,7 +66,7 @@ class Run:
         return lora.combine(to_device(self.state.model), self.trained.frozen)
 
     def done(self) -> bool:
-        return self.n >= self.options.optim.steps or self.validation.out_of_patience(self.n)
+        return self.n >= self.steps or self.validation.out_of_patience(self.n)
 
     def is_due(self, every: Every) -> bool:
         """Whether the run is done, or `n` is a multiple of `every`; with 0, whether no checkpoint is being saved."""
@@ -75,7 +89,7 @@ def start(
         optimizer=optimizer, schedule=schedule, compute_dtype=jnp.dtype(options.step.compute_dtype),
         objective=task.objective, remat=REMAT[options.step.remat], microbatches=options.step.microbatches,
         router_balance=router.router_balance, router_z=router.router_z,
-        rebalance=rebalancing(router, family_of(trained.config), adapters=trained.adapters), neftune=task.neftune,
+        rebalance=rebalancing(router, family_of(trained.config), adapters=trained.adapters),
     )  # fmt: skip
     out = folder.run_folder(options, manifest)
     if options.dry_run:
@@ -89,22 +103,31 @@ def start(
     checkpoints = resume.checkpoints(options, out, manifest["identity"])
     weights = lambda: init_state(trained.make(), optimizer, options.state)
     state, saved, new = resume.begin(options, out, checkpoints, abstract, manifest, task.updates, weights)
-    data, n, rewarm = iter(task.data), int(state.step) // task.updates, None
+    data, n = iter(task.data), int(state.step) // task.updates
     if saved:
         validation.evaluations = saved["looks"]
         data.set_state(saved["data"] or data.get_state())  # "data" is None if --load-state is of a run with other data
-        optimizer, schedule, rewarm = optim.resumed(
-            options.optim, task.updates, n, rate=saved["rate"], rewarm=saved["rewarm"]
-        )
-        recipe = dataclasses.replace(recipe, optimizer=optimizer, schedule=schedule)
+        optim.report_jump(options.optim, schedule, task.updates, n, before=saved["rate"])
     folder.write_manifest(out, manifest, options)
-    step = jit_train_step(state, recipe)
-    if options.step.program:
-        told = program.explaining(
-            manifest["options"], model=trained.name, remat=options.step.remat, microbatches=options.step.microbatches
-        )
-        step = program.loaded(options.step.program, step, told)
-    guard = SpikeGuard(
-        options.offending, f"train.{options.name}", out, manifest["identity"], (saved or {}).get("spikes")
-    )
-    return Run(options, out, trained, task, checkpoints, validation, guard, step, recipe, rewarm, data, state, n, new)
+    spikes, eval_every = (saved or {}).get("spikes"), options.validation.eval_every
+    left = trained.abstract if options.freeze else None
+    watch = Watch(options.watch, out, n, new=new)
+    return Run(
+        out, manifest, trained, task, mesh, tokenizer, recipe,
+        step=jit_train_step(state, recipe),
+        steps=options.optim.steps,
+        flops=flops_per_token(trained.config, options.step.seq_len, frozen=trained.adapters, trained=left),
+        eval_every=eval_every,
+        sample_every=options.watch.sample_every,
+        save_every=eval_every if options.validation.keeps_best else options.checkpoints.save_every,
+        checkpoints=checkpoints,
+        validation=validation,
+        guard=SpikeGuard(options.offending, f"train.{options.name}", out, manifest["identity"], spikes),
+        watchdog=Watchdog(Profile(options.profiling, out), out, n),
+        watch=watch,
+        samples=Samples(tokenizer, task.prompts, mesh, options.step.compute_dtype, watch.sample),
+        memory=lambda state, batch: breakdown(
+            state, trained, task.reference, batch, options.step, options.state
+        ),
+        data=data, state=state, n=n, new=new,
+    )  # fmt: skip

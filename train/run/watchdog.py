@@ -6,7 +6,6 @@ progress is ended.
 """
 
 import contextlib
-import dataclasses
 import faulthandler
 import os
 import pathlib
@@ -15,13 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import jax
 
 from train.base import cluster
 from train.base.goodput import Goodput
-from train.base.options import Group, OptionGroup, option
 from train.base.profiling import Profile
 from train.base.stop import AGAIN
 from train.run import offending
@@ -32,22 +30,19 @@ HANGS = 10  # times the median of the steps
 LEAST = 60.0  # seconds that a step may always take
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WatchdogOptions(OptionGroup):
-    """Options for ending a run that makes no progress."""
+def timeout() -> float:
+    """Returns the seconds without any progress after which a process ends: 1800, or STEP_TIMEOUT of the environment.
 
-    help_group: ClassVar[Group] = Group.FAULTS
-
-    step_timeout: float | Literal["never"] = option(1800.0, rare=True, identity=False)
-    """Seconds without any progress after which the process writes its stacks and ends with exit code 75. A batch, a
-    step, a validation, a checkpoint or a sample is progress; compiling is not. 0: never."""
+    A batch, a step, a validation, a checkpoint or a sample is progress; compiling is not.
+    """
+    return float(os.environ.get("STEP_TIMEOUT", 1800))
 
 
 class Watchdog:
     """The watchdog: `with Watchdog(...) as dog:` around the loop, with `begin` and `done` around each step."""
 
-    def __init__(self, options: WatchdogOptions, profile: Profile, out: pathlib.Path, step: int):
-        self.options, self.profile, self.out, self.last = options, profile, out, step
+    def __init__(self, profile: Profile, out: pathlib.Path, step: int):
+        self.timeout, self.profile, self.out, self.last = timeout(), profile, out, step
         self.goodput = Goodput(out, step)
         self.batches: Sequence[Any] = ()
         self._done, self._saved = threading.Event(), 0.0
@@ -108,11 +103,11 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """Writes the stacks if a step hangs, with the last good step below them. Ends the run after --step-timeout."""
+        """Writes the stacks if a step hangs, with the last good step below them. Ends the run after the timeout."""
         clock, median = self.goodput.clock, self.goodput.median()
         waited = time.monotonic() - clock.moved
         hangs = clock.phase in ("step", "input") and median and waited > max(LEAST, HANGS * median)
-        stuck = self.options.step_timeout not in (0, "never") and waited > self.options.step_timeout
+        stuck = waited > self.timeout
         if (hangs and self._told != self.last) or stuck:
             self._told = self.last
             faulthandler.dump_traceback(self.stacks, all_threads=True)
@@ -123,7 +118,7 @@ class Watchdog:
             print(f"{now}, process {os.getpid()}: the last good step was {self.last}", file=self.stacks, flush=True)
             self._size = os.fstat(self.stacks.fileno()).st_size
         if stuck:
-            reason = f"no progress for {waited:,.0f} s (--step-timeout) after step {self.last}, in {clock.phase}"
+            reason = f"no progress for {waited:,.0f} s (STEP_TIMEOUT) after step {self.last}, in {clock.phase}"
             print(f"{reason}. The same command goes on from the last checkpoint.", file=sys.stderr, flush=True)
             with contextlib.suppress(BaseException):
                 cluster.end(f"{reason}.")

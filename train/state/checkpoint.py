@@ -41,6 +41,7 @@ from train.base.cluster import agree, all_or_raise
 from train.base.differences import MISSING, differences
 from train.base.goodput import timed
 from train.base.options import Group, OptionGroup, option
+from train.state.local import EVERY as EVERY_LOCAL
 from train.state.local import LocalCheckpoints
 from train.state.offload import one_by_one
 from train.state.state import TrainState
@@ -188,6 +189,10 @@ class Checkpoints:
                 self._failed(error)
             else:
                 self._failures = 0
+
+    def local_due(self, n: int) -> bool:
+        """Whether a local checkpoint is due after step `n`."""
+        return self.local is not None and n % EVERY_LOCAL == 0
 
     def idle(self) -> bool:
         """Whether no process is still saving. All processes call it at the same point."""

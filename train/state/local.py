@@ -1,5 +1,7 @@
 """Fast checkpoints on each host's own disk, beside those of `train.state.checkpoint` in a folder of all processes.
 
+FOLDER is the environment variable LOCAL_CHECKPOINTS. Without it there are none.
+
     FOLDER/RUN/PROCESS/STEP-ATTEMPT/meta.json      the same as meta.json of a shared checkpoint
     FOLDER/RUN/PROCESS/STEP-ATTEMPT/3.0-64.32-64   rows 0 to 64, columns 32 to 64 of the state's array 3, as raw bytes
     FOLDER/RUN/PROCESS/STEP-ATTEMPT/manifest.json  the SHA-256 of every other file
@@ -18,10 +20,10 @@ not cut: after a restart with another mesh they fit only if the sizes of all axe
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
+import os
 import pathlib
 import re
 import secrets
@@ -29,7 +31,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,27 +44,17 @@ from kernels.mesh import REPLICA
 from train.base import writing
 from train.base.cluster import agree, all_or_raise, broadcast, gather
 from train.base.lock import lock
-from train.base.options import Group, OptionGroup, option
 from train.state.state import TrainState
 
 
 META = "meta.json"
+EVERY = 20  # steps between two local checkpoints
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalOptions(OptionGroup):
-    """Options for checkpoints on the hosts' own disks."""
-
-    help_group: ClassVar[Group] = Group.RUN
-
-    local_checkpoints: pathlib.Path | None = option(None, rare=True, identity=False)
-    """Folder on each host's own disk, or in its memory (/dev/shm/zoo), for fast checkpoints of its part of the state
-    between those of --save-every. A resumed run uses the newest complete checkpoint of both kinds. None: none."""
-    save_local_every: int = option(20, rare=True, identity=False)
-    """Number of steps between checkpoints in --local-checkpoints."""
-
-    def is_due(self, n: int) -> bool:
-        return self.local_checkpoints is not None and n % self.save_local_every == 0
+def folder() -> pathlib.Path | None:
+    """Returns the folder that the environment variable LOCAL_CHECKPOINTS names; None if it is not set."""
+    name = os.environ.get("LOCAL_CHECKPOINTS")
+    return pathlib.Path(name) if name else None
 
 
 class LocalCheckpoints:
@@ -182,7 +174,7 @@ class LocalCheckpoints:
         if other := lock(self._mine.with_suffix(".lock"), self):
             raise OSError(
                 f"{self.folder} is in use by another run ({other}). Wait until it has ended, or take another folder "
-                "(--local-checkpoints)."
+                "(LOCAL_CHECKPOINTS)."
             )
         for path in self.folder.glob("*/*.unfinished"):
             shutil.rmtree(path, ignore_errors=True)  # another process on this host may have removed it

@@ -38,9 +38,6 @@ class OptimizerOptions(OptionGroup):
     """Number of steps over which the learning rate rises to --lr. -1: 3 % of --steps."""
     decay: int = option(-1, rare=True)
     """Number of steps over which wsd lowers the learning rate. -1: 20 % of --steps."""
-    rewarm: int = option(0, rare=True, identity=False)
-    """Number of steps over which a resumed run raises its learning rate, if its new schedule, such as with more
-    --steps, is above the old one. 0: the learning rate jumps."""
     optimizer: Literal["adamw", "muon", "adafactor", "sgd"] = "adamw"
     """Algorithm that turns gradients into updates. muon: Muon for the matrices of the layers' linear maps, AdamW for
     all other parameters; its updates have AdamW's size, so --lr and --weight-decay mean the same. adafactor: without
@@ -53,23 +50,23 @@ class OptimizerOptions(OptionGroup):
     -1: 0.1, but 0 for adapters."""
     clip_norm: float = option(1.0, rare=True)
     """Largest global norm of the gradients; larger gradients are scaled down to it."""
+    retired: ClassVar[Mapping[str, str]] = {
+        "rewarm": "the learning rate jumps if the new schedule is above the old one; a new run from the exported model "
+        "has a --warmup."
+    }
 
 
-def make_optimizer(
-    options: OptimizerOptions, updates: int = 1, rewarm: Mapping[str, Any] | None = None
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
+def make_optimizer(options: OptimizerOptions, updates: int = 1) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Makes the optimizer that the options name, and its learning rate schedule.
 
     Args:
         updates: the number of updates in one step of the run.
-        rewarm: arguments of `rewarmed`, for a run that resumes.
 
     Raises:
         ValueError: warmup and decay do not fit into the steps, or the optimizer has no moments to round.
     """
     steps, warmup, decay = (updates * n for n in (options.steps, options.warmup, options.decay))
     schedule = make_schedule(options.schedule, peak=options.lr, steps=steps, warmup=warmup, decay=decay)
-    schedule = rewarmed(schedule, **rewarm) if rewarm else schedule
     optimizer = OPTIMIZERS[options.optimizer](schedule, weight_decay=options.weight_decay, clip_norm=options.clip_norm)
     if options.moments == "float32":
         return optimizer, schedule
@@ -78,29 +75,11 @@ def make_optimizer(
     return rounded(optimizer, options.moments), schedule
 
 
-def resumed(
-    options: OptimizerOptions, updates: int, n: int, *, rate: float, rewarm: Mapping[str, Any] | None
-) -> tuple[optax.GradientTransformation, optax.Schedule, Mapping[str, Any] | None]:
-    """Calls `make_optimizer` for a run that goes on at step `n`. The third result is the run's `rewarm` from now on.
-
-    If the options' learning rate is higher than the checkpoint's, the learning rate rises over --rewarm steps, and a
-    line reports it.
-
-    Args:
-        rate: the learning rate of the checkpoint.
-        rewarm: the `rewarm` in the checkpoint, from an earlier time that the run was resumed.
-    """
-    optimizer, schedule = make_optimizer(options, updates, rewarm)
+def report_jump(options: OptimizerOptions, schedule: optax.Schedule, updates: int, n: int, *, before: float) -> None:
+    """Prints a line if the learning rate of a run that goes on at step `n` is above `before`, its checkpoint's."""
     now = rate_of(schedule, n * updates)
-    if now > 1.01 * rate and n < options.steps:
-        if options.rewarm:
-            rewarm = {"start": n * updates, "rate": rate, "steps": options.rewarm * updates}
-            optimizer, schedule = make_optimizer(options, updates, rewarm)
-        how = (
-            f"over {options.rewarm:,} steps" if options.rewarm else "at once; --rewarm 100 would take 100 steps for it"
-        )
-        rich.print(f"The learning rate rises from {rate:.2g}, where the old schedule was, to {now:.2g} {how}.")
-    return optimizer, schedule, rewarm
+    if now > 1.01 * before and n < options.steps:
+        rich.print(f"The learning rate rises from {before:.2g}, where the old schedule was, to {now:.2g} at once.")
 
 
 def rate_of(schedule: optax.Schedule, update: int) -> float:
@@ -140,20 +119,6 @@ def make_schedule(
             return jnp.asarray(joined(step), jnp.float32)
 
     return schedule
-
-
-def rewarmed(schedule: optax.Schedule, *, start: int, rate: float, steps: int) -> optax.Schedule:
-    """Changes `schedule` for a run that goes on at step `start`, where another schedule had come to `rate`.
-
-    Over `steps` steps the learning rate moves from `rate` to that of `schedule` in a straight line, since a jump would
-    undo some of the learning.
-    """
-
-    def slowly(step: ArrayLike) -> Float[Array, ""]:
-        part = jnp.clip((jnp.asarray(step, jnp.float32) + 1 - start) / steps, 0, 1)
-        return rate + part * (schedule(step) - rate)
-
-    return slowly
 
 
 def adamw(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
@@ -29,9 +28,6 @@ class StepOptions(OptionGroup):
     microbatches: int = option(1, identity=False)
     """Number of parts in which a step computes its rows, one after another, to save memory. The update is the same.
     With --router-balance, and for the kto loss, each part needs one more forward pass."""
-    full_processes: int = option(0, group=Group.DEVICES, rare=True, identity=False)
-    """Number of processes when none is lost, which train.launch --elastic sets. While there are fewer, a step has more
-    microbatches, so that a device has no more rows at a time."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the forward and backward pass; for weights see --weights-dtype. auto: bfloat16, but float32 on a
     CPU."""
@@ -48,9 +44,6 @@ class StepOptions(OptionGroup):
     """Number of devices along each axis, such as fsdp=4,tensor=2; -1 takes what is left. replica splits the batch; fsdp
     the batch and the parameters; tensor the work on each token; context the tokens of a row; expert a mixture's
     experts; stage the layers."""
-    program: pathlib.Path | None = option(None, rare=True, identity=False)
-    """File of the compiled step, which train.plan --save wrote for these devices and options. The run does not compile
-    its step then. The file is machine code: take it only from people whose programs you would run. None: compile."""
 
 
 # Name -> a function that wraps a layer, and saves less the further down it stands.

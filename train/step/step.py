@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Key, Num, Shaped
+from jaxtyping import Array, Float, Int, Num, Shaped
 
 from kernels.backends.compile_options import compile_options
 from train.state.offload import to_device
 from train.state.state import TrainState
 from train.step.microbatches import per, split, summed
-from train.step.neftune import noisy
 from train.step.router import mean_of_layers, router_loss, routings_of
 from train.step.update import Check, check_step, updated
 from zoo.lora import combine
@@ -70,8 +69,6 @@ class Recipe:
     """Weight of a mixture's router z-loss, a mean over the layers."""
     rebalance: Callable[[Any, Any], Any] | None = None
     """Makes a new model from the updated one and its routers' reports, such as `zoo.nn.routing.rebalance`."""
-    neftune: float = 0.0
-    """The alpha of `train.step.neftune`. Its noise depends on the step's number and on the row's place in the batch."""
 
 
 def train_step(
@@ -98,14 +95,11 @@ def train_step(
     parameters = cast(to_device(parameters), recipe.compute_dtype)
     tokens = jnp.sum(batch["segments"] != 0)
 
-    def evaluate(parameters: Any, part: Batch, keys: Key[Array, " batch"], means: Scalars | None = None) -> Losses:
+    def evaluate(parameters: Any, part: Batch, means: Scalars | None = None) -> Losses:
         model = combine(eqx.combine(parameters, rest), cast(frozen, recipe.compute_dtype))
-        model = noisy(model, part["segments"], alpha=recipe.neftune, keys=keys) if recipe.neftune else model
         return recipe.objective(with_remat(model, recipe.remat), part, reference, means)
 
-    # The seed is fixed, so that a resumed run has the same noise.
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), state.step), len(batch["tokens"]))
-    gradients, means, reports = mean_gradients(recipe, evaluate, parameters, batch, keys, tokens)
+    gradients, means, reports = mean_gradients(recipe, evaluate, parameters, batch, tokens)
     norm = optax.tree.norm(cast(gradients, jnp.float32))
 
     good, flags = check_step(means["loss"], norm, gradients, limits)
@@ -128,50 +122,48 @@ def mean_gradients(
     evaluate: Callable[..., Losses],
     parameters: Any,
     batch: Batch,
-    keys: Key[Array, " batch"],
     tokens: Int[Array, ""],
 ) -> tuple[Any, Scalars, Reports]:
     """Computes the gradients of the mean loss over a batch, one microbatch after another.
 
     Args:
-        evaluate: the objective as a function of the parameters, a part of the batch, its keys, and the batch's means.
-        keys: a PRNG key for each row.
+        evaluate: the objective as a function of the parameters, a part of the batch, and the batch's means.
         tokens: the number of the batch's tokens, without padding.
 
     Returns the gradients, the means of the objective's sums, and the reports of the layers. With more than one
     microbatch the gradients are float32.
     """
 
-    def sums_and_loads(part: tuple[Batch, Any]) -> tuple[Scalars, list[Array]]:
-        _, _, sums, reports = evaluate(parameters, *part)
+    def sums_and_loads(part: Batch) -> tuple[Scalars, list[Array]]:
+        _, _, sums, reports = evaluate(parameters, part)
         return sums, [routing.load for routing in routings_of(reports)] if recipe.router_balance else []
 
     def share_of_loss(
-        parameters: Any, part: Batch, keys: Any, count: Any = None, means: Any = None, loads: Sequence[Array] = ()
+        parameters: Any, part: Batch, count: Any = None, means: Any = None, loads: Sequence[Array] = ()
     ) -> tuple[Array, tuple[Scalars, Any]]:
         """Computes a part's share of the loss.
 
         `count`, `means` and the experts' `loads` are of the whole batch; without them the part is the whole batch.
         """
-        total, own, sums, reports = evaluate(parameters, part, keys, means)
+        total, own, sums, reports = evaluate(parameters, part, means)
         count = own if count is None else count
         if (recipe.router_balance or recipe.router_z) and routings_of(reports):
             routers = router_loss(reports, tokens, loads, balance=recipe.router_balance, z=recipe.router_z)
             total += routers * count.astype(jnp.float32)  # which is divided by the count, too
         return per(count, total), (per(count, sums), reports)
 
-    parts = split((batch, keys), recipe.microbatches)
+    parts = split(batch, recipe.microbatches)
     of_whole_batch = ()
     if recipe.microbatches > 1:
         # XLA leaves out what is not used: of the first line all but the count, and of the second everything, unless
         # the objective reads means (as kto does) or the router's balance reads loads.
-        count = evaluate(parameters, batch, keys)[1]
+        count = evaluate(parameters, batch)[1]
         sums, loads = jax.lax.map(sums_and_loads, parts)
         means, loads = jax.tree.map(lambda a: jnp.sum(a, axis=0), (per(count, sums), loads))
         of_whole_batch = count, means, loads
 
-    def gradients_of(part: tuple[Batch, Any]) -> tuple[Any, tuple[Scalars, Any]]:
-        gradients, others = jax.grad(share_of_loss, has_aux=True)(parameters, *part, *of_whole_batch)
+    def gradients_of(part: Batch) -> tuple[Any, tuple[Scalars, Any]]:
+        gradients, others = jax.grad(share_of_loss, has_aux=True)(parameters, part, *of_whole_batch)
         if recipe.microbatches > 1:  # the gradients of a single part keep their dtype, in half the bytes
             gradients = cast(gradients, jnp.float32)
         return gradients, cast(others, jnp.float32)

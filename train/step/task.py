@@ -27,4 +27,3 @@ class Task:
     """(the model, an element of the data, the number of the step) -> `updates` batches, and metrics."""
     updates: int = 1
     example: Mapping[str, np.ndarray] | None = None  # a batch of the shapes that a rollout returns, for a dry run
-    neftune: float = 0.0  # see `train.step.neftune`

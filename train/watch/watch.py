@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, SupportsFloat
 
 import jax
@@ -39,6 +39,7 @@ from zoo.text.tokenizer import Tokenizer
 
 
 PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
+TOKENS = 64  # of a sample
 EVERY = 10.0  # least seconds between two writings of the page, which take at most a hundredth of the run's time
 
 
@@ -47,12 +48,11 @@ class WatchOptions(OptionGroup):
     """Options for logging: samples, trackers, and norms of layers."""
 
     help_group: ClassVar[Group] = Group.WATCHING
+    retired: ClassVar[Mapping[str, str]] = {"sample-tokens": "a sample has 64 tokens."}
 
     sample_every: Every = option(0, identity=False)
     """Number of steps between samples: texts that the model writes. 0: a quarter of --steps. never: no
     samples."""
-    sample_tokens: int = option(64, rare=True, identity=False)
-    """Number of tokens of a sample."""
     tracker: tuple[str, ...] = option((), identity=False)
     """Trackers that get metrics and samples, too: tensorboard, wandb, trackio, mlflow, or several of these."""
     norms_every: Every = option(0, rare=True, identity=False)
@@ -75,7 +75,7 @@ class Watch:
     """
 
     def __init__(self, options: WatchOptions, out: pathlib.Path, n: int, *, new: bool):
-        self._out, self.path = out, out / "metrics.jsonl"
+        self._out, self.path, self.norms_due = out, out / "metrics.jsonl", options.norms_due
         before = read_metrics(self.path) if self.path.exists() else []
         after, logged = -1 if new else n, before[-1]["step"] if before else -1
         self._metrics = MetricsFile(self.path, step=after)
@@ -207,7 +207,6 @@ class Samples:
 
     tokenizer: Tokenizer
     prompts: Sequence[Encoded]
-    tokens: int  # number of tokens of a sample
     mesh: Mesh
     dtype: DTypeLike
     record: Callable[..., None]  # such as `Watch.sample`
@@ -215,10 +214,11 @@ class Samples:
     @timed("generation")
     def write(self, step: int, model: AbstractModel) -> None:
         """Prints how the model continues each prompt, and passes the text to `record`."""
-        room = model.config.max_position_embeddings - self.tokens
+        tokens = min(TOKENS, model.config.max_position_embeddings // 2)
+        room = model.config.max_position_embeddings - tokens
         prompts = [prompt if prompt.images else Encoded(prompt.ids[-room:]) for prompt in self.prompts]
         with generating(model, self.mesh, self.dtype) as model:
-            texts = zoo.generate(model, self.tokenizer, prompts, max_new_tokens=self.tokens)
+            texts = zoo.generate(model, self.tokenizer, prompts, max_new_tokens=tokens)
         for prompt, text in zip([self.tokenizer.decode(prompt.ids) for prompt in prompts], texts, strict=True):
             rich.print(f"[dim]step {step:,}: {escape(prompt)}[/dim][bold]{escape(text)}[/bold]\n")
             self.record(step, prompt=prompt, text=text)
