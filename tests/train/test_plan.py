@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import os
 import pathlib
 import re
@@ -341,8 +340,6 @@ def test_preferences(config, monkeypatch):
     assert rewarded.kinds["batch"] == whole.kinds["batch"] * 6 / 4  # plus advantages and old log-probabilities
     with pytest.raises(ValueError, match="--decode plans no training: leave out --method dpo"):
         planned(method="dpo", decode=True)
-    with pytest.raises(ValueError, match="--save writes the step of a training script: leave out --decode"):
-        planned(decode=True, save=pathlib.Path("step"))
     with pytest.raises(ValueError, match="leave out --images or --method grpo"):
         planned(method="grpo", images=1)
     with pytest.raises(ValueError, match="--seq-len 100000 exceeds the model's"):
@@ -386,7 +383,7 @@ def test_rollouts(config, monkeypatch, cache):
     assert shapes(model) == shapes(real) and planned.beside == sum(
         ahead.device_bytes(part) for part in (update.arguments[0], update.arguments[2])
     )
-    counted = lambda needed, results: Compiled(None, None, needed, 0, 0, results, results, 0, [], [], 0.0)
+    counted = lambda needed, results: Compiled(needed, 0, 0, results, results, 0, [], [], 0.0)
     rows = ahead.device_bytes(state)
     assert planned.needed(counted(100, 7), counted(60, 0)) == planned.beside + 100 + rows
     assert planned.needed(counted(100, 7), counted(100 + 2 * rows, 0)) == planned.beside + 107 + 2 * rows
@@ -607,10 +604,10 @@ def test_stages_wait_for_each_other(config, monkeypatch):
     assert staged.bounds["compute"] / together.bounds["compute"] == pytest.approx(9 / 8)
 
 
-def test_the_command(made, monkeypatch, capsys, tmp_path):
+def test_the_command(made, monkeypatch, capsys):
     monkeypatch.setattr(script, "fleet", lambda text: (CHIPS["v6e"], jax.devices()))
     monkeypatch.setattr(script, "plan", lambda o, *_: dataclasses.replace(made, options=o))
-    script.main(TINY.changed(search=True, save=tmp_path / "step"))
+    script.main(TINY.changed(search=True))
     out = capsys.readouterr().out
     assert "Compiling the step of tiny for v6e:2x4, fsdp=-1: 10 seconds to" in " ".join(out.split("tiny on")[0].split())
     assert "3 of 3 that are searched" in out
@@ -626,9 +623,6 @@ def test_the_command(made, monkeypatch, capsys, tmp_path):
     ):
         assert words in out, words
     assert len(re.findall(r"│ +(4|8|16) +│", out)) == 4  # the given one, and the best of three meshes
-    written = json.loads((tmp_path / "step").read_bytes().partition(b"\n")[0])
-    assert written["devices"] == "8 x cpu (fsdp=8)" and written["options"]["--batch"] in (4, 8, 16)
-    assert f"The compiled step is {tmp_path / 'step'}, which a run loads by --program." in " ".join(out.split())
 
 
 def test_the_report_of_what_does_not_fit(config, monkeypatch, capsys):

@@ -13,7 +13,8 @@ from convert.private import public
 from tests.train.conftest import command
 from train import distill, dpo, grpo, pretrain, sft
 from train.base import cluster, help, runfile
-from train.base.options import Group, kinds, options_of, retired
+from train.base.listing import kinds, options_of, retired
+from train.base.options import Group
 from train.data import store
 from train.planning import planner
 from train.run import defaults, folder, inspection, report

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import rich
 from rich.text import Text
 
-from train.base.options import Group, Option, OptionGroup, options_of, retired
+from train.base.listing import Option, options_of, retired
+from train.base.options import Group, OptionGroup
 
 
 WIDTH, INDENT = 100, 26  # columns of a line, and columns before an option's text

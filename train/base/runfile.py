@@ -21,7 +21,8 @@ import yaml
 
 from convert.private import public
 from train.base import help, writing
-from train.base.options import OptionGroup, kinds, options_of, plain, retired
+from train.base.listing import kinds, options_of, plain, retired
+from train.base.options import OptionGroup
 
 
 RUN = "run.yaml"  # in the folder of every run

@@ -52,8 +52,6 @@ class Program(NamedTuple):
 class Compiled(NamedTuple):
     """A compiled program, with bytes of one device."""
 
-    lowered: Any
-    executable: Any
     arguments: int
     temporaries: int  # everything that is there only while the program runs, such as gradients and activations
     activations: int  # arrays that layers save for the backward pass
@@ -229,7 +227,7 @@ def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
         text = file.read_text()
     m = executable.memory_analysis()
     return Compiled(
-        lowered, executable, m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)),
+        m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)),
         m.output_size_in_bytes, m.alias_size_in_bytes, m.host_argument_size_in_bytes + m.host_temp_size_in_bytes,
         collectives(text, mesh.size),
         # A device has one buffer for the tokens of each device along the axis; the tokens of all fill about one buffer.

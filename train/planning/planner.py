@@ -209,8 +209,6 @@ def _bytes(program: Program) -> tuple[dict[str, int], int]:
 
 def _program(options: Options, config: AbstractConfig, mesh: Mesh, step: Step) -> Program:
     family = family_of(config)
-    if options.decode and options.save:
-        raise ValueError("--save writes the step of a training script: leave out --decode.")
     if options.decode and options.method != "sft":
         raise ValueError(f"--decode plans no training: leave out --method {options.method}.")
     if options.images and options.method == "grpo":

@@ -17,7 +17,7 @@ from convert.private import public_json
 from train.base import runfile, writing
 from train.base.cluster import agree
 from train.base.differences import differences
-from train.base.options import options_of
+from train.base.listing import options_of
 from train.run import defaults
 from train.run.options import Options
 from train.state.checkpoint import DATA

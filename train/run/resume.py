@@ -12,7 +12,7 @@ from convert import manifest
 from convert.private import public_json
 from train.base.cluster import agree, all_or_raise
 from train.base.differences import differences
-from train.base.options import kinds
+from train.base.listing import kinds
 from train.run import folder
 from train.run.options import Options
 from train.state import local
