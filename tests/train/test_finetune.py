@@ -1,88 +1,25 @@
-"""Fine-tuning: NEFTune's noise, mixtures and patience; scripts run in this process."""
+"""Fine-tuning: data, mixtures and patience; scripts run in this process."""
 
 import json
-from typing import Any
 
 import equinox as eqx
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zoo
 from tests.train.batching import batches
 from tests.train.conftest import losses, run, write_words
-from tests.zoo import tiny
 from train.data.records import Record
 from train.run import finetune
 from train.state.checkpoint import Checkpoints
 from train.state.optim import adamw
 from train.state.state import abstract_state
 from train.step.language import cross_entropy
-from train.step.neftune import NoisyEmbedding, noisy
-from zoo.nn.layers import Embedding
-from zoo.nn.model import AbstractModel
-from zoo.surgery import modules
 
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-# ======================================================================================================================
-# NEFTune.
-# ======================================================================================================================
-
-SEGMENTS = jnp.asarray(np.repeat([[1, 2, 0], [1, 1, 2]], [4, 9, 3], axis=1))
-LENGTHS = np.repeat([[4, 9, 3], [13, 13, 3]], [4, 9, 3], axis=1)  # the length of each token's document
-WHERE = jnp.asarray(np.zeros(SEGMENTS.shape, int))
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt3"])
-def test_noise_is_bounded_by_the_length_of_the_document(name, tmp_path):
-    """Noise fills the bounds evenly. It is on the embeddings of tokens, not on those of positions or on a tied head."""
-    model = zoo.load(tiny.write(tmp_path, name), dtype="float32")
-    before = dict(modules(model, Embedding))
-    after = dict(modules(noisy(model, SEGMENTS, alpha=5.0, keys=jax.random.split(jax.random.key(0))), NoisyEmbedding))
-    (path,) = after
-    assert before[path].weight.shape[0] == model.config.vocab_size
-    noise = np.asarray(after[path](WHERE) - before[path](WHERE))
-    bounds = 5 / np.sqrt(LENGTHS * noise.shape[-1])
-    relative = noise / bounds[..., None]
-    assert 0.99 < np.abs(relative).max() <= 1 + 1e-5
-    assert abs(relative.mean()) < 0.05 and abs(relative.std() - 3**-0.5) < 0.05
-    x = jax.random.normal(jax.random.key(1), (2, 3, noise.shape[-1]))
-    assert (after[path].attend(x) == before[path].attend(x)).all()
-
-
-class PositionsFirst(AbstractModel):
-    """A model whose first embedding is that of positions."""
-
-    positions: Embedding
-    embed_tokens: Embedding
-    config: Any = None
-    layers: Any = None
-
-    def forward(self, tokens, cache, at):
-        return self.embed_tokens(tokens), None, ()
-
-    def unembed(self, x):
-        return x
-
-
-def test_noise_is_on_tokens_whichever_embedding_comes_first():
-    first, second = (Embedding(8, 4, key=jax.random.key(n)) for n in range(2))
-    model = noisy(PositionsFirst(first, second), SEGMENTS, alpha=5.0, keys=jax.random.split(jax.random.key(0)))
-    assert isinstance(model.embed_tokens, NoisyEmbedding) and isinstance(model.positions, Embedding)
-
-
-@pytest.fixture(scope="module")
-def batch():
-    """Returns four identical rows."""
-    tokens = np.random.RandomState(0).randint(0, 64, (1, 17)).repeat(4, axis=0)
-    ones = np.ones((4, 16))
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": ones, "segments": ones}
-    return {k: jnp.asarray(a, jnp.int32) for k, a in batch.items()} | {"positions": jnp.tile(jnp.arange(16), (4, 1))}
 
 
 # ======================================================================================================================
