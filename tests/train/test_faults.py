@@ -261,7 +261,7 @@ def test_a_run_that_hangs(moved, tmp_path, monkeypatch, capfd):
 
 
 def test_errors_name_the_step_and_the_batch(tmp_path):
-    dog = watchdog.Watchdog(watchdog.WatchdogOptions(), unprofiled(tmp_path), tmp_path, 4)
+    dog = watchdog.Watchdog(unprofiled(tmp_path), tmp_path, 4)
     with pytest.raises(RuntimeError) as failed, dog as watch:
         watch.begin(5, [{"tokens": np.ones((1, 2))}])
         raise RuntimeError("out of memory")

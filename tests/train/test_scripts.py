@@ -25,12 +25,12 @@ from tests import hurry
 from tests.reliability import nightly, trials
 from tests.train.conftest import command, unspaced, write_words
 from tests.zoo import make_golden, tiny
-from train import distill, dpo, grpo, sft
+from train import distill, dpo, grpo, pretrain, sft
 from train.base import cluster, runfile
 from train.base.command import command as end_in_a_sentence
 from train.base.stop import AGAIN, StopRequest
 from train.data.packing import Example, Survey
-from train.run import defaults, folder, loop, report
+from train.run import defaults, finetune, folder, loop, report
 from train.run.start import Run
 from train.state import checkpoint
 
@@ -430,10 +430,13 @@ def test_mtp_weight(base, name, monkeypatch):
     """The scripts train the MTP module, and give its loss this weight."""
     model, got = tiny.write(base / "further" / name, name), []
     tiny.write_tokenizer(model)
-    monkeypatch.setattr(loop, "run", lambda o, trained, task, *_: got.append((trained.abstract, task.objective)))
+    start = lambda o, trained, task, *_: got.append((trained.abstract, task.objective))
+    monkeypatch.setattr(finetune, "start", start)
+    monkeypatch.setattr(pretrain, "start", start)
     more = ("--model", model, "--mtp-weight", 0.25)
-    command("train.pretrain", *options(base, base / f"pretrain-{name}", *more))
-    command("train.sft", *options(base, base / f"sft-{name}", *more))
+    for script in (pretrain, sft):
+        o = script.main.__annotations__["o"]
+        script.main(runfile.parse(o, options(base, base / f"{o.name}-{name}", *more)))
     batch = {name: jax.ShapeDtypeStruct((2, 8), "int32") for name in ("tokens", "targets", "segments", "positions")}
     batch["loss_mask"] = batch["tokens"]
     for abstract, objective in got:
