@@ -28,7 +28,7 @@ from zoo.text.tokenizer import Tokenizer
 from zoo.weights.gather import gathered
 
 
-QUESTIONS = 200  # of each task, from its beginning: a run looks at its progress, and the whole task is for its end
+QUESTIONS = 200  # of each task, from its beginning; lm-eval itself scores whole tasks, on the exported model
 
 
 class Harness:
