@@ -59,7 +59,7 @@ def quiet(name, *arguments):
 
 def with_disks(disks, name, *arguments):
     """Runs a task with local checkpoints in this folder, at every second step."""
-    with mock.patch.dict(os.environ, LOCAL_CHECKPOINTS=disks), mock.patch.object(checkpoint, "EVERY_LOCAL", 2):
+    with mock.patch.dict(os.environ, ZOO_LOCAL_CHECKPOINTS=disks), mock.patch.object(checkpoint, "EVERY_LOCAL", 2):
         globals()[name](*arguments)
 
 

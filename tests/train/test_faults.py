@@ -1,5 +1,6 @@
 """Faults in a run: bad steps, their replay, the time lost, profiles, and processes that hang."""
 
+import dataclasses
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import re
 import resource
 import signal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,8 @@ import train.step.language
 import zoo
 from tests.train.conftest import command, unspaced, write_words
 from train.base import goodput, profiling
-from train.run import offending, watchdog
+from train.run import offending, twice, watchdog
+from train.state.state import TrainState
 from train.step import nans
 from train.step.language import cross_entropy
 from train.watch.metrics import read_metrics
@@ -85,7 +88,11 @@ def test_bad_steps_change_nothing_and_are_replayed(bad, monkeypatch, capsys):
     assert f"Step {nan} is not finite" in end.value.code and f"train.replay {stops}/offending-{nan}" in end.value.code
     assert "Lower --lr" in end.value.code
     assert (stops / "checkpoints" / str(nan)).is_dir()
+    repeated, compute = [], twice.twice
+    monkeypatch.setattr(twice, "twice", lambda step, n: repeated.append(n) or compute(step, n))
+    monkeypatch.setenv("ZOO_CHECK_STEP_EVERY", "2")  # it changes nothing
     command("train.sft", *options(bad, stops))
+    assert repeated and repeated == [n for n in range(nan + 1, len(lines) + 1) if n % 2 == 0]
     again = [line for line in read_metrics(stops / "metrics.jsonl") if "loss" in line]
     assert [(a["step"], a["loss"], a["grad_norm"], a["learning_rate"]) for a in lines] == [
         (a["step"], a["loss"], a["grad_norm"], a["learning_rate"]) for a in again
@@ -101,6 +108,50 @@ def test_bad_steps_change_nothing_and_are_replayed(bad, monkeypatch, capsys):
     assert {path.name for path in skips.glob("offending-*")} == {f"offending-{nan}", f"offending-{spike}"}
     with pytest.raises(SystemExit, match="has no step to replay"):
         command("train.replay", skips / "offending-0")
+
+
+@pytest.mark.parametrize("fault, named", [(None, ""), (0, "model.weight"), (1, "loss")])
+def test_a_step_that_has_other_bits_the_second_time(fault, named):
+    """A changed bit, in the state on one of eight devices or in the loss, is reported with the device."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.NamedSharding(mesh, jax.P("fsdp"))
+    weight = np.array([0, 1, jnp.nan, *range(13)], jnp.bfloat16)
+    state = TrainState(jnp.int32(4), Weight(jax.device_put(weight, place)), (jnp.zeros(2, bool),))
+    donating = jax.jit(lambda state: (jax.tree.map(lambda a: a, state), {"loss": jnp.float32(2)}), donate_argnums=0)
+    calls = []
+
+    def step(state, batch):
+        calls.append(batch)
+        new = list(donating(state))
+        if len(calls) == 2 and fault == 0:  # the last bit of the sixth device's part
+            bits = np.asarray(new[0].model.weight).copy()
+            bits.view(np.uint16)[11] ^= 1
+            new[0] = dataclasses.replace(new[0], model=Weight(jax.device_put(bits, place)))
+        if len(calls) == 2 and fault == 1:
+            new[1] = {
+                "loss": jax.device_put(np.nextafter(np.float32(2), np.float32(3)), jax.NamedSharding(mesh, jax.P()))
+            }
+        return tuple(new)
+
+    if fault is None:
+        new, numbers = twice.twice(step, 5)(state, "batch")
+        assert calls == ["batch"] * 2 and new.step == 4 and numbers["loss"] == 2
+        return
+    device = ", ".join(map(str, jax.devices()[5:6] if fault == 0 else jax.devices()))  # all devices have the loss
+    told = rf"Step 5 was computed twice .* 1 of 4 arrays .* \S*{named} first, in process 0 on {device}\. Its result"
+    with pytest.raises(FloatingPointError, match=told):
+        twice.twice(step, 5)(state, "batch")
+
+
+@pytest.mark.parametrize("text", ["often", "-1", "nan"])
+def test_a_setting_of_the_machine_that_is_no_number(monkeypatch, text):
+    monkeypatch.setenv("ZOO_CHECK_STEP_EVERY", text)
+    with pytest.raises(ValueError, match=f"ZOO_CHECK_STEP_EVERY must be a number from 0 on, not '{text}'"):
+        twice.is_due(1)
+
+
+class Weight(eqx.Module):
+    weight: jax.Array
 
 
 def test_limits_follow_the_numbers():
@@ -236,7 +287,7 @@ def test_a_run_that_hangs(moved, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(watchdog, "POLL_SECONDS", 1e6)  # it looks only when told to
     monkeypatch.setattr(watchdog.os, "_exit", ended.append)
     text = lambda: (tmp_path / "stacks-0.txt").read_text()
-    monkeypatch.setenv("STEP_TIMEOUT", "500")
+    monkeypatch.setenv("ZOO_STEP_TIMEOUT", "500")
     with watchdog.Watchdog(unprofiled(tmp_path), tmp_path, 0) as watch:
         for n in (1, 2, 3):
             watch.begin(n, [{"tokens": np.ones((1, 2))}])
@@ -257,7 +308,7 @@ def test_a_run_that_hangs(moved, tmp_path, monkeypatch, capfd):
     assert ended == [watchdog.AGAIN]
     said = capfd.readouterr().err
     assert "No step for 61 s (step); the median is 1 s" in said
-    assert "no progress for 561 s (STEP_TIMEOUT) after step 3, in step." in said
+    assert "no progress for 561 s (ZOO_STEP_TIMEOUT) after step 3, in step." in said
 
 
 def test_errors_name_the_step_and_the_batch(tmp_path):

@@ -43,7 +43,7 @@ def launched(tmp_path, monkeypatch):
             address, place, count = (o[name] for name in ("JAX_COORDINATOR_ADDRESS", "NODE_RANK", "NNODES"))
             attempt = int(address.split(":")[1]) - 9900
             self.pid, self.fate, self.process = self, o["--plan"].split(",")[attempt - 1], place
-            started.append(f"{attempt} {address[0]} {place}/{count} {o.get('FULL_PROCESSES')} {o['--at']}")
+            started.append(f"{attempt} {address[0]} {place}/{count} {o.get('ZOO_FULL_PROCESSES')} {o['--at']}")
 
         def poll(self):
             if self.returncode is None:

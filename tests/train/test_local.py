@@ -207,7 +207,7 @@ def test_only_one_run_has_the_folder(kept, first, tmp_path):
         [sys.executable, "-c", HOLDER, lock, "0", "1"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(OSError, match=rf"{lock.parent} is in use by another run \(process .*LOCAL_CHECKPOINTS"):
+        with pytest.raises(OSError, match=rf"{lock.parent} is in use by another run \(process .*ZOO_LOCAL_CHECKPOINTS"):
             kept()
         other.kill()
     kept()

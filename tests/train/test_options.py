@@ -54,7 +54,7 @@ def test_all_at_once(tmp_path, monkeypatch, capsys):
     (tmp_path / "questions.jsonl").write_text('{"prompt": "1 + 1 = ", "answer": "2"}\n' * 2)
     start = ["--config", tmp_path / "options.yaml", "--data", data, *TRACKERS]
     start += ["--eval-tasks", tmp_path / "questions.jsonl"]
-    monkeypatch.setenv("LOCAL_CHECKPOINTS", str(tmp_path / "local"))
+    monkeypatch.setenv("ZOO_LOCAL_CHECKPOINTS", str(tmp_path / "local"))
     monkeypatch.setattr(checkpoint, "EVERY_LOCAL", 2)
     command("train.sft", *start, "--out", one)
     said = " ".join(capsys.readouterr().out.split())

@@ -169,7 +169,7 @@ def test_a_run_goes_on_from_a_local_checkpoint(words, whole, tmp_path, monkeypat
         return 1 / (8 - len(asked)) and ""
 
     how = options(words, out)
-    monkeypatch.setenv("LOCAL_CHECKPOINTS", str(tmp_path / "disk"))
+    monkeypatch.setenv("ZOO_LOCAL_CHECKPOINTS", str(tmp_path / "disk"))
     monkeypatch.setattr(checkpoint, "EVERY_LOCAL", 3)
     with monkeypatch.context() as patch:
         patch.setattr(StopRequest, "agreed", fail)

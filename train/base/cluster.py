@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
 from convert.private import public
+from train.base import environment
 
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ def named() -> tuple[str | None, int | None, int | None]:
 
 def full_processes() -> int:
     """Returns the number of processes when none is lost, which `train.launch --elastic` sets; 0 without it."""
-    return int(os.environ.get("FULL_PROCESSES", 0))
+    return int(environment.number("ZOO_FULL_PROCESSES", 0))
 
 
 def launched() -> bool:

@@ -34,7 +34,7 @@ class CommandOptions(OptionGroup):
         "coordinator": "set the environment variable JAX_COORDINATOR_ADDRESS (docs/clusters.md).",
         "processes": "set the environment variable NNODES (docs/clusters.md).",
         "process": "set the environment variable NODE_RANK (docs/clusters.md).",
-        "full-processes": "train.launch --elastic sets the environment variable FULL_PROCESSES.",
+        "full-processes": "train.launch --elastic sets the environment variable ZOO_FULL_PROCESSES.",
     }
 
 

@@ -164,7 +164,7 @@ class Launcher:
 
     def _call(self, slot: int, host: str, address: str, processes: int, process: int) -> list[str]:
         joins = {"JAX_COORDINATOR_ADDRESS": address, "NNODES": processes, "NODE_RANK": process}
-        joins |= {"FULL_PROCESSES": self.options.processes} if self.options.elastic else {}
+        joins |= {"ZOO_FULL_PROCESSES": self.options.processes} if self.options.elastic else {}
         command = ["env", *(f"{name}={value}" for name, value in joins.items()), *self.command]
         fill = lambda word: (
             word.replace("{host}", host).replace("{slot}", str(slot)).replace("{command}", shlex.join(command))

@@ -9,7 +9,7 @@ import rich
 from train.base import cluster
 from train.base.goodput import timed
 from train.base.stop import StopRequest, stopped
-from train.run import folder, report
+from train.run import folder, report, twice
 from train.run.start import Run
 from train.state import optim
 from train.state.mesh import put_batch
@@ -44,10 +44,11 @@ def train(run: Run) -> pathlib.Path:
                 batches, numbers = timed("generation")(task.rollout)(run.model(), batches[0], run.n)
             dog.begin(run.n + 1, batches)
             # -------------------------------------------------------------------------------------- as many updates
+            step = twice.twice(run.step, run.n + 1) if twice.is_due(run.n + 1) else run.step
             updates: list[Any] = []
             for batch in batches:
                 placed = put_batch(batch, run.mesh, run.state.model, task.reference)
-                run.state, update = run.step(run.state, placed, frozen, task.reference, run.guard.limits())
+                run.state, update = step(run.state, placed, frozen, task.reference, run.guard.limits())
                 updates.append(update)
             updates, run.n = jax.device_get(updates), run.n + 1
             numbers |= mean_of_updates(updates)

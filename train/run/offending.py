@@ -60,7 +60,7 @@ class OffendingOptions(OptionGroup):
 
     retired: ClassVar[Mapping[str, str]] = {
         "check-nans": "python -m train.replay FOLDER names the operation that made the first NaN.",
-        "check-replay-every": "no step is computed twice.",
+        "check-replay-every": "set the environment variable ZOO_CHECK_STEP_EVERY (docs/faults.md).",
         "replay": "python -m train.replay FOLDER computes a step once more.",
     }
 

@@ -52,9 +52,9 @@ class Options(CommandOptions, abc.ABC):
     """Print the data, three examples (text that is not learnt is dimmed), memory, mesh and disk, and train nothing."""
     chat: Chat = option(Chat(), rare=True)
     retired: ClassVar[Mapping[str, str]] = {
-        "local-checkpoints": "set the environment variable LOCAL_CHECKPOINTS (docs/reliability.md).",
+        "local-checkpoints": "set the environment variable ZOO_LOCAL_CHECKPOINTS (docs/reliability.md).",
         "save-local-every": "local checkpoints are saved every 20 steps.",
-        "step-timeout": "set the environment variable STEP_TIMEOUT, in seconds (docs/faults.md).",
+        "step-timeout": "set the environment variable ZOO_STEP_TIMEOUT, in seconds (docs/faults.md).",
         "program": "JAX_COMPILATION_CACHE_DIR keeps compiled steps for later starts (docs/clusters.md).",
     }
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from train.base import cluster
+from train.base import cluster, environment
 from train.base.goodput import Goodput
 from train.base.profiling import Profile
 from train.base.stop import AGAIN
@@ -31,11 +31,11 @@ LEAST = 60.0  # seconds that a step may always take
 
 
 def timeout() -> float:
-    """Returns the seconds without any progress after which a process ends: 1800, or STEP_TIMEOUT of the environment.
+    """Returns the seconds without progress after which a process ends: 1800, or ZOO_STEP_TIMEOUT of the environment.
 
     A batch, a step, a validation, a checkpoint or a sample is progress; compiling is not.
     """
-    return float(os.environ.get("STEP_TIMEOUT", 1800))
+    return environment.number("ZOO_STEP_TIMEOUT", 1800)
 
 
 class Watchdog:
@@ -118,7 +118,7 @@ class Watchdog:
             print(f"{now}, process {os.getpid()}: the last good step was {self.last}", file=self.stacks, flush=True)
             self._size = os.fstat(self.stacks.fileno()).st_size
         if stuck:
-            reason = f"no progress for {waited:,.0f} s (STEP_TIMEOUT) after step {self.last}, in {clock.phase}"
+            reason = f"no progress for {waited:,.0f} s (ZOO_STEP_TIMEOUT) after step {self.last}, in {clock.phase}"
             print(f"{reason}. The same command goes on from the last checkpoint.", file=sys.stderr, flush=True)
             with contextlib.suppress(BaseException):
                 cluster.end(f"{reason}.")

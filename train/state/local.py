@@ -1,6 +1,6 @@
 """Fast checkpoints on each host's own disk, beside those of `train.state.checkpoint` in a folder of all processes.
 
-FOLDER is the environment variable LOCAL_CHECKPOINTS. Without it there are none.
+FOLDER is the environment variable ZOO_LOCAL_CHECKPOINTS. Without it there are none.
 
     FOLDER/RUN/PROCESS/STEP-ATTEMPT/meta.json      the same as meta.json of a shared checkpoint
     FOLDER/RUN/PROCESS/STEP-ATTEMPT/3.0-64.32-64   rows 0 to 64, columns 32 to 64 of the state's array 3, as raw bytes
@@ -52,8 +52,8 @@ EVERY = 20  # steps between two local checkpoints
 
 
 def folder() -> pathlib.Path | None:
-    """Returns the folder that the environment variable LOCAL_CHECKPOINTS names; None if it is not set."""
-    name = os.environ.get("LOCAL_CHECKPOINTS")
+    """Returns the folder that the environment variable ZOO_LOCAL_CHECKPOINTS names; None if it is not set."""
+    name = os.environ.get("ZOO_LOCAL_CHECKPOINTS")
     return pathlib.Path(name) if name else None
 
 
@@ -174,7 +174,7 @@ class LocalCheckpoints:
         if other := lock(self._mine.with_suffix(".lock"), self):
             raise OSError(
                 f"{self.folder} is in use by another run ({other}). Wait until it has ended, or take another folder "
-                "(LOCAL_CHECKPOINTS)."
+                "(ZOO_LOCAL_CHECKPOINTS)."
             )
         for path in self.folder.glob("*/*.unfinished"):
             shutil.rmtree(path, ignore_errors=True)  # another process on this host may have removed it
