@@ -46,9 +46,6 @@ def pytest_addoption(parser, pluginmanager):
     if typed.wanted(pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr):
         typed.install()
     parser.addoption("--seconds", metavar="FILE", help="write the CPU seconds of each file and family to this file")
-    parser.addoption(
-        "--families", default="", metavar="NAMES", help="only the tests of these families: gemma4,llama"
-    )
 
 
 def pytest_configure(config):

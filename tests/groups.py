@@ -24,6 +24,10 @@ def group(nodeid: str) -> str:
     return next((tiny.FAMILIES[name] for name in names if name in tiny.FAMILIES), file.split("::")[0])
 
 
+def pytest_addoption(parser):
+    parser.addoption("--families", default="", metavar="NAMES", help="only tests of these families: gemma4,llama")
+
+
 @pytest.hookimpl(optionalhook=True)  # where xdist is not installed
 def pytest_xdist_make_scheduler(config, log):
     """Replaces the scheduler of `-n`, to avoid three faults of xdist 3.8.
@@ -65,7 +69,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(trylast=True)  # after tests of other tiers were deselected
 def pytest_collection_modifyitems(config, items):
-    if names := config.getoption("families").split(",") if config.getoption("families") else []:
+    if config.getoption("families"):
+        names = config.getoption("families").split(",")
         config.hook.pytest_deselected(items=[item for item in items if group(item.nodeid) not in names])
         items[:] = [item for item in items if group(item.nodeid) in names]
     for item in items:
