@@ -42,8 +42,8 @@ HYBRIDS = [name for name in STACKS if is_hybrid(name)]
 LENGTHS = 11, 1, 9, 3  # lengths of documents in a row, of which two are no longer than a convolution
 
 
-# Mamba 2, the delta rule, and the delta rule with a decay for each channel, in models of few layers.
-RECURRENCES = ["granite4-mamba", "qwen3_next", "kimi_linear-groups-new"]
+# Mamba 2, the delta rule, the same with a decay for each channel, and convolutions alone, in models of few layers.
+RECURRENCES = ["granite4-mamba", "qwen3_next", "kimi_linear-groups-new", "lfm2-new"]
 SLOW = {name: pytest.mark.slow for name in RECURRENCES[1:]}
 
 
@@ -201,14 +201,14 @@ def test_further_token_is_a_layer_of_transformers(with_further, theirs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["model", "mtp"])
-def test_speculation(load, with_further, draft):
+@pytest.mark.parametrize("name, draft", [("qwen3_next", "model"), ("qwen3_next", "mtp"), ("lfm2-new", "model")])
+def test_speculation(load, with_further, name, draft):
     """Greedy text is the model's own, though states are rolled back: the model's, and a hybrid draft's."""
     if draft == "mtp":
         model = zoo.load(with_further[0], parts=("mtp",))
         proposes = zoo.MTPDraft(model, 2)
     else:
-        model = load("qwen3_next")
+        model = load(name)
         proposes = zoo.ModelDraft(noisy(model, 0.05), 3)
     got = zoo.complete(model, PROMPTS[:3], draft=proposes, **SHAPE)
     assert_greedy(model, got)
@@ -233,7 +233,8 @@ def test_what_is_stored_in_fewer_bits(load, name, format):
     """Projections are within the format's bound. Convolutions, decays, norms, routers, one-row gates are unchanged."""
     flat = lambda tree: {path_name(path): array for path, array in jax.tree_util.tree_leaves_with_path(tree)}
     plain, stored = flat(load(name).layers), flat(load(name, quantize=format).layers)
-    kept = {path for path in plain if re.search("conv|norm|A_log|dt_bias|[.]D$|bias|gate[.]weight|router", path)}
+    unchanged = re.compile("conv(1d)?[.]weight|norm|A_log|dt_bias|[.]D$|bias|gate[.]weight|router")
+    kept = {path for path in plain if unchanged.search(path)}
     assert {path for path, array in stored.items() if array.dtype == STORED[format]} == plain.keys() - kept
     assert all(np.array_equal(stored[path], plain[path]) for path in kept)
     for path in plain.keys() - kept:

@@ -25,9 +25,12 @@ FACTS = pathlib.Path(__file__).parents[3] / "shared" / "models"
 
 PARAMETERS = {name: count for module in tiny.MODULES.values() for name, count in module.PARAMETERS.items()}
 
-# What a recorded config lacks. This one was pieced together; that the file on the Hub says this is told in
-# https://github.com/allenai/open-instruct/pull/1822.
-UNRECORDED = {"olmo-hybrid-7b": {"rope_parameters": {"rope_theta": None}}}
+# What recorded configs lack. These were pieced together. That Olmo Hybrid's file says this is told in
+# https://github.com/allenai/open-instruct/pull/1822; copies of LFM2-2.6B's file are public.
+UNRECORDED = {
+    "olmo-hybrid-7b": {"rope_parameters": {"rope_theta": None}},
+    "lfm2-2.6b": {"layer_types": None, "full_attn_idxs": [2, 5, 9, 13, 17, 21, 24, 27]},
+}
 
 # Recorded name -> our name, where the record under a bare name is that of an instruct model. Ours is the base model's.
 INSTRUCT = {

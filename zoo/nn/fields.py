@@ -17,7 +17,8 @@ T = TypeVar("T")
 # Keys of config.json that do not affect what the model computes. Saving copies them.
 NOT_THE_MODEL = {
     "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern", "attn_implementation", "aux_loss_alpha",
-    "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id", "ep_size",
+    "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "bos_token_id", "cache_implementation",
+    "chunk_size_feed_forward", "conv_use_xavier_init", "dtype", "eos_token_id", "ep_size",
     "gradient_checkpointing", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "n_ctx", "n_special",
     "num_logits_to_keep", "output_attentions", "output_hidden_states", "output_past", "output_router_logits",
     "pad_token_id", "predict_special_tokens", "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef",
