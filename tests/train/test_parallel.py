@@ -57,6 +57,7 @@ SLOW = [
     ("nemotron_h", "stage=2,fsdp=2,tensor=2"),  # groups of states
     ("nemotron_h-mlp-new", "stage=3,context=2"),  # three scans, of which one is a pipeline; states between devices
     ("kimi_linear", EXPERTS),  # tokens in order: convolutions, delta rules and attention
+    ("lfm2_moe", EXPERTS),  # convolutions between two gates, of one matrix
 ]
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 SMALLER = {  # a layer of each kind, or two of each for a pipeline
@@ -67,6 +68,7 @@ SMALLER = {  # a layer of each kind, or two of each for a pipeline
         num_hidden_layers=2,
         linear_attn_config=tiny.kimi_linear.LINEAR | dict(kda_layers=[1], full_attn_layers=[2]),
     ),
+    "lfm2_moe": dict(num_hidden_layers=2, layer_types=["conv", "full_attention"], num_dense_layers=1),
     "qwen3_5": dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
 }
 

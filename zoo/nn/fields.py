@@ -53,7 +53,7 @@ LEFT_BEHIND = {
 MAY_BE_ZERO = {
     "attention_factor", "attn_scale", "first_k_dense_replace", "head_dim", "hidden_size_per_layer_input",
     "interleave_moe_layer_step", "layer_norm_epsilon", "max_window_layers", "mscale", "mscale_all_dim",
-    "mtp_num_hidden_layers", "num_nextn_predict_layers", "rms_norm_eps",
+    "mtp_num_hidden_layers", "num_dense_layers", "num_nextn_predict_layers", "rms_norm_eps",
 }  # fmt: skip
 
 MOST = {"num_hidden_layers": 100_000, "n_layer": 100_000}

@@ -45,7 +45,7 @@ class Float32Router(eqx.Module):
 
 
 class AbstractBiasedRouter(eqx.Module):
-    """Logits of the experts, in float32, and a bias of each expert, which evens out their load without a loss.
+    """Logits of the experts, and a bias of each expert, which evens out their load without a loss.
 
     The bias is added to the scores by which experts are chosen, but not to their weights (DeepSeek V3,
     arXiv:2412.19437, section 2.1.2). It gets no gradient: `rebalance` moves it.
@@ -72,7 +72,7 @@ class AbstractBiasedRouter(eqx.Module):
 
 
 class BiasedRouter(AbstractBiasedRouter):
-    """`AbstractBiasedRouter` with a weight of the model's dtype."""
+    """`AbstractBiasedRouter` in float32, with a weight of the model's dtype."""
 
     weight: Float[Array, "experts embed"]
     e_score_correction_bias: Float32
@@ -87,7 +87,7 @@ class BiasedRouter(AbstractBiasedRouter):
 
 
 class BiasedFloat32Router(AbstractBiasedRouter):
-    """`AbstractBiasedRouter` with a weight that stays in float32, whatever the model around it is cast to."""
+    """`AbstractBiasedRouter` in float32, with a weight that stays in it, whatever the model around it is cast to."""
 
     weight: Float32
     e_score_correction_bias: Float32
