@@ -46,7 +46,7 @@ from zoo.nn.model import (
     Released,
     causal_keys,
 )
-from zoo.nn.rope import AbstractRotary, Rotary, coordinates, rotated
+from zoo.nn.rope import ProportionalRotary, Rotary
 from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, AbstractSharingBlock, Caches, Reports, Shared, Stack
 from zoo.vision.model import AbstractVision, AbstractVisionConfig, AbstractVisionKeys, Nested, by_parts
@@ -225,18 +225,6 @@ CONFIGS = {
     "gemma4-31b-it":   Released(GEMMA4_31B,     "google/gemma-4-31B-it"),
 }
 # fmt: on
-
-
-@dataclasses.dataclass(frozen=True)
-class ProportionalRotary(AbstractRotary):
-    """Rotates the pairs `(x[i], x[i + dim / 2])` of the first `turning` of all dim / 2 frequencies alone."""
-
-    turning: int = 0
-
-    def __call__(self, x: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]:
-        cos, sin = (turn[..., : self.turning] for turn in self.turns(coordinates(at, x.shape[1])))
-        still = (*((0, 0),) * 3, (0, self.dim // 2 - self.turning))
-        return rotated(x, jnp.pad(cos, still, constant_values=1), jnp.pad(sin, still))
 
 
 def normalised(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch dim"]:

@@ -236,6 +236,18 @@ class MultiAxisRotary(AbstractRotary):
         return rotated(x, *self.turns(coordinates(at, x.shape[1])))
 
 
+@dataclasses.dataclass(frozen=True)
+class ProportionalRotary(AbstractRotary):
+    """Rotates the pairs `(x[i], x[i + dim / 2])` of the first `turning` of all dim / 2 frequencies alone."""
+
+    turning: int = 0
+
+    def __call__(self, x: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]:
+        cos, sin = (turn[..., : self.turning] for turn in self.turns(coordinates(at, x.shape[1])))
+        still = (*((0, 0),) * 3, (0, self.dim // 2 - self.turning))
+        return rotated(x, jnp.pad(cos, still, constant_values=1), jnp.pad(sin, still))
+
+
 class InterleavedRotary(AbstractRotary):
     """Rotates the pairs `(x[2 i], x[2 i + 1])`, in float32, as Meta's and DeepSeek's own code does."""
 
