@@ -58,6 +58,7 @@ SLOW = [
     ("nemotron_h-mlp-new", "stage=3,context=2"),  # three scans, of which one is a pipeline; states between devices
     ("kimi_linear", EXPERTS),  # tokens in order: convolutions, delta rules and attention
     ("lfm2_moe", EXPERTS),  # convolutions between two gates, of one matrix
+    ("lfm3", SPLIT),  # convolutions that reach far into another device's part
 ]
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 SMALLER = {  # a layer of each kind, or two of each for a pipeline
@@ -69,6 +70,7 @@ SMALLER = {  # a layer of each kind, or two of each for a pipeline
         linear_attn_config=tiny.kimi_linear.LINEAR | dict(kda_layers=[1], full_attn_layers=[2]),
     ),
     "lfm2_moe": dict(num_hidden_layers=2, layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "lfm3": dict(num_hidden_layers=3),
     "qwen3_5": dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
 }
 

@@ -13,7 +13,7 @@ from tests.zoo import tiny
 from tests.zoo.programs import STACKS, decode, error, init_cache
 from zoo import registry
 from zoo.config import read as read_config
-from zoo.nn.cache import KV, LatentKV, NoCache, WindowKV
+from zoo.nn.cache import KV, LatentKV, WindowKV
 
 
 GOLDEN = tiny.golden()
@@ -163,16 +163,17 @@ def test_local_layers_keep_their_window_alone(name):
     windows = [config.window(n) for n in range(config.num_hidden_layers)]
     model = eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0)))
     caches = eqx.filter_eval_shape(lambda model: model.init_cache(1, 64, jnp.bfloat16), model)
-    lengths = {
-        n: None if isinstance(cache, NoCache) else jax.tree.leaves(cache)[0].shape[2]
+    by_layer = {
+        n: cache
         for part, entries in zip(("head", "period", "tail"), caches, strict=True)
         for j, cache in enumerate(entries)
         for n in model.layers.layer_numbers(part, j)
     }
+    keys = {n: cache.k.shape[2] for n, cache in by_layer.items() if isinstance(cache, KV | WindowKV)}
+    assert keys == {n: windows[n] or 64 for n in keys}
     shared = hub.get("num_kv_shared_layers", 0)  # the last layers, which keep nothing
-    assert [lengths[n] for n in range(len(windows))] == [
-        None if n >= len(windows) - shared else window or 64 for n, window in enumerate(windows)
-    ]
+    kinds = getattr(config, "layer_types", ()) or [None] * len(windows)
+    assert sorted(keys) == [n for n in range(len(windows) - shared) if kinds[n] != "conv"]
 
 
 @pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3"])  # keys and values, in windows too; and latents

@@ -1,5 +1,6 @@
 """Rotary frequencies against transformers' values for the published configurations, to float32 rounding."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,6 +55,15 @@ def test_longrope(name, short, long):
     both = np.asarray(c.rope_scaling.stretched(frequencies, jnp.array([[4096], [4097]])))
     for row, golden in zip(both, (short, long), strict=True):
         np.testing.assert_allclose([row[i] for i in golden], list(golden.values()), rtol=3e-6)
+
+
+def test_a_part_of_the_frequencies():
+    """In LFM3's layers with full attention the slower half of the frequencies does not turn."""
+    c = zoo.config("lfm3-1.7b")
+    full, sliding = (zoo.lfm3.Attention(c, n, key=jax.random.key(0)).rotary for n in (2, 4))
+    assert (full.turning, sliding.turning) == (32, 64)
+    assert full.frequencies()[0][[1, 16]] == pytest.approx([0.805842221, 0.0316227786], rel=3e-6)
+    assert sliding.frequencies()[0][32] == pytest.approx(0.01, rel=3e-6)
 
 
 def test_a_step_instead_of_a_ramp():
