@@ -35,7 +35,8 @@ from zoo.nn.layers import (
     Float32RMSNorm,
     Linear,
     geglu,
-    recomputed,
+    rms_normalized,
+    times,
 )
 from zoo.nn.model import (
     AbstractMixtureConfig,
@@ -227,22 +228,6 @@ CONFIGS = {
 # fmt: on
 
 
-def normalised(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch dim"]:
-    """Normalise as `Float32RMSNorm` does, without a weight."""
-
-    @recomputed
-    def run(x: Array) -> Array:
-        y = x.astype(jnp.float32)
-        return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
-
-    return run(x)
-
-
-def times(x: Float[Array, "*batch dim"], factor: float) -> Float[Array, "*batch dim"]:
-    """Multiply by a number that is not rounded to the dtype of x, as PyTorch does."""
-    return (x.astype(jnp.float32) * factor).astype(x.dtype)
-
-
 class Attention(eqx.Module):
     q_proj: AbstractLinear
     k_proj: AbstractLinear | None  # None: keys and values are those of an earlier layer
@@ -292,7 +277,7 @@ class Attention(eqx.Module):
             k, v, k_at = shared[self.kind]
         else:
             k = heads(self.k_proj(x))
-            v = normalised(k if self.v_proj is None else heads(self.v_proj(x)), self.eps)
+            v = rms_normalized(k if self.v_proj is None else heads(self.v_proj(x)), self.eps)
             k = self.rotary(self.k_norm(k), at)
             k_at = at  # where the keys stand
             if isinstance(cache, KV | WindowKV):
@@ -335,7 +320,7 @@ class ScaledRouter(eqx.Module):
         self.eps = config.rms_norm_eps
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq experts"]:
-        return self.proj(times(scaled(normalised(x, self.eps), self.scale), x.shape[-1] ** -0.5))
+        return self.proj(times(scaled(rms_normalized(x, self.eps), self.scale), x.shape[-1] ** -0.5))
 
 
 class Experts(eqx.Module):
@@ -504,7 +489,7 @@ class Vision(AbstractVision):
         self, patches: Float[Array, "images patches pixels"], grids: Int[Array, "images 2"]
     ) -> Float[Array, "images tokens embed"]:
         x = self.tower(patches, towers.places(grids, patches.shape[1], self.tower.merge_size))
-        return self.projection(towers.normalised(x, self.eps))
+        return self.projection(rms_normalized(x, self.eps))
 
 
 class Model(AbstractVisionModel):

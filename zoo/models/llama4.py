@@ -29,7 +29,7 @@ from zoo.nn.layers import (
     Embedding,
     Linear,
     RMSNorm,
-    recomputed,
+    rms_normalized,
     swiglu,
 )
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released
@@ -152,17 +152,6 @@ class Temperature:
         return (q.astype(jnp.float32) * factor[:, :, None, None]).astype(q.dtype)
 
 
-def l2_norm(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch dim"]:
-    """Normalise as `RMSNorm` does, without a weight."""
-
-    @recomputed
-    def normalised(x: Array) -> Array:
-        y = x.astype(jnp.float32)
-        return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
-
-    return normalised(x)
-
-
 class Attention(eqx.Module):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
@@ -196,7 +185,7 @@ class Attention(eqx.Module):
         if self.rotary is not None:
             q, k = self.rotary(q, at), self.rotary(k, at)
         if self.norm_eps is not None:
-            q, k = l2_norm(q, self.norm_eps), l2_norm(k, self.norm_eps)
+            q, k = rms_normalized(q, self.norm_eps), rms_normalized(k, self.norm_eps)
         if self.temperature is not None:
             q = self.temperature(q, at)
         if cache is not None:

@@ -320,6 +320,22 @@ class GatedRMSNorm(eqx.Module):
         return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
 
+def times(x: Float[Array, "*batch dim"], factor: float) -> Float[Array, "*batch dim"]:
+    """Multiplies by a number that is not rounded to the dtype of x, as PyTorch does."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def rms_normalized(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch dim"]:
+    """Divides each vector by its root mean square, `sqrt(mean(x**2) + eps)`: `Float32RMSNorm` without a weight."""
+
+    @recomputed
+    def run(x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+    return run(x)
+
+
 @recomputed
 def l2_normalized(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
     """Divides each vector by its length, `sqrt(sum(x**2) + 1e-6)`, as queries and keys of a delta rule are

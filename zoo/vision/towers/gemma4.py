@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from kernels.sums import lookup
-from zoo.nn.layers import AbstractLinear, Float32RMSNorm, LayerNorm, Linear, geglu, recomputed
+from zoo.nn.layers import AbstractLinear, Float32RMSNorm, LayerNorm, Linear, geglu, rms_normalized
 from zoo.nn.rope import AbstractRotary, rotated
 from zoo.nn.stack import AbstractBlock, Stack
 from zoo.vision.model import AbstractTowerConfig
@@ -105,17 +105,6 @@ class EmbedderConfig(AbstractTowerConfig):
     @property
     def pixels(self) -> int:
         return 3 * self.patch_size**2
-
-
-def normalised(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch dim"]:
-    """Normalise as `Float32RMSNorm` does, without a weight."""
-
-    @recomputed
-    def run(x: Array) -> Array:
-        y = x.astype(jnp.float32)
-        return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
-
-    return run(x)
 
 
 class ClippedLinear(eqx.Module):
@@ -214,7 +203,7 @@ class Attention(eqx.Module):
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q = self.rotary(self.q_norm(heads(self.q_proj(x))), at)
         k = self.rotary(self.k_norm(heads(self.k_proj(x))), at)
-        v = normalised(heads(self.v_proj(x)), self.eps)
+        v = rms_normalized(heads(self.v_proj(x)), self.eps)
         y = kernels.attention(q, k, v, at, scale=1.0, mask=kernels.Full())
         return self.o_proj(y.reshape(*y.shape[:2], -1))
 
