@@ -7,18 +7,29 @@ import json
 import pathlib
 import sys
 import tempfile
+from typing import Any
 
 import numpy as np
 
 from tests.zoo import tiny
 
 
+_QWEN = dict(vision_config=dict(depth=1, hidden_size=8, num_heads=2, out_hidden_size=32, deepstack_visual_indexes=[]))
+_MUSE = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, patch_size=2)
+# model_type of a text model -> the name of the whole model in transformers, and the sizes of its tower.
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_vl_text": ("Qwen3VL", _QWEN),
+    "qwen3_vl_moe_text": ("Qwen3VLMoe", _QWEN),
+    "muse_glimmer_text": ("MuseGlimmer", dict(vision_config=_MUSE, out_hidden_size=32, projector_hidden_size=8)),
+}
+
+
 def load(folder: pathlib.Path, dtype: str = "float32"):
     """Loads transformers' model, with its eager attention."""
     import transformers
 
-    if json.loads((folder / "config.json").read_text())["model_type"].startswith("qwen3_vl"):
-        return _text_of_qwen3_vl(folder, dtype)
+    if json.loads((folder / "config.json").read_text())["model_type"] in WHOLE:
+        return _text_of_whole(folder, dtype)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
     )
@@ -36,26 +47,25 @@ def with_rounded_routers(model):
     return model
 
 
-def _text_of_qwen3_vl(folder: pathlib.Path, dtype: str):
-    """Loads Qwen3-VL's text model as a whole model with an unused tower; transformers has no text class with a head."""
+def _text_of_whole(folder: pathlib.Path, dtype: str):
+    """Loads a text model as a whole model with an unused tower; transformers has no text class with a head."""
     import safetensors.torch
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    mixture = "Moe" if config.model_type == "qwen3_vl_moe_text" else ""
-    whole = getattr(transformers, f"Qwen3VL{mixture}Config")(
-        text_config=config.to_dict(),
-        vision_config=dict(depth=1, hidden_size=8, num_heads=2, out_hidden_size=32, deepstack_visual_indexes=[]),
-        tie_word_embeddings=config.tie_word_embeddings,
+    family, sizes = WHOLE[config.model_type]
+    whole = getattr(transformers, f"{family}Config")(
+        text_config=config.to_dict(), tie_word_embeddings=config.tie_word_embeddings, **sizes
     )
-    model = getattr(transformers, f"Qwen3VL{mixture}ForConditionalGeneration")
+    model = getattr(transformers, f"{family}ForConditionalGeneration")
     with tempfile.TemporaryDirectory() as scratch:
         tensors = safetensors.torch.load_file(folder / "model.safetensors")
         rename = lambda name: name.replace("model.", "model.language_model.", 1)
         safetensors.torch.save_file({rename(n): t for n, t in tensors.items()}, f"{scratch}/model.safetensors")
         whole.save_pretrained(scratch)
         model, info = model.from_pretrained(scratch, dtype=dtype, attn_implementation="eager", output_loading_info=True)
-    assert all(name.startswith("model.visual.") for name in info.pop("missing_keys")) and not any(info.values()), info
+    towers = ("model.visual.", "model.vision_")
+    assert all(name.startswith(towers) for name in info.pop("missing_keys")) and not any(info.values()), info
     return model.eval()
 
 
