@@ -49,6 +49,7 @@ SLOW = [
     ("gpt3", SPLIT),  # learnt positions
     ("qwen3-window-tail", "replica=2,context=2,tensor=2"),  # windows over the edges of parts; layers after the scan
     ("olmo2", SPLIT),  # norms over the queries and keys of all heads, which "tensor" splits
+    ("muse_glimmer-lists", SPLIT),  # gates of heads, whose keys are those of one head
     ("phi3", SPLIT),  # queries, keys and values of one matrix
     ("deepseek2", WEIGHTS),  # latents, whole on each device; more devices along tensor than key/value heads
     ("gpt_oss", EXPERTS),  # sinks, and the biases of experts

@@ -2,7 +2,8 @@
 
 python -m tests.zoo.make_golden_images
 
-transformers needs torchvision for Llama 4, videos and Pixtral's text; without it these entries stay as they are.
+transformers needs torchvision for Llama 4, Muse Glimmer, videos and Pixtral's text; without it these entries stay as
+they are.
 """
 
 import functools
@@ -54,6 +55,12 @@ FILES = {
              processor_class="PixtralProcessor", size={"longest_edge": 1540}),
         dict(image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]", image_token="[IMG]", patch_size=14,
              processor_class="PixtralProcessor", spatial_merge_size=2),
+    ),
+    "muse_glimmer": (  # transformers' defaults, since the released file was not seen; but fewer tokens
+        dict(**HALF, **STEPS, do_convert_rgb=True, image_processor_type="MuseGlimmerImageProcessor", resample=1,
+             max_image_tokens=1024, merge_size=2, patch_size=14, processor_class="MuseGlimmerProcessor",
+             temporal_patch_size=2),
+        dict(processor_class="MuseGlimmerProcessor"),
     ),
     "gemma4": (
         dict(do_convert_rgb=True, do_normalize=False, do_rescale=True, do_resize=True, image_mean=[0.0] * 3,
@@ -130,6 +137,25 @@ def theirs(name: str, images: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray,
         tokens.image_processor, tokens.image_token = Qwen2VLImageProcessorPil(**inner), "<|image_pad|>"
         out = tokens.image_processor(images, return_tensors="np")
         return out["pixel_values"], out["image_grid_thw"], Qwen3VLProcessor.replace_image_token(tokens, out, 0)
+    if name == "muse_glimmer":
+        from PIL import Image
+        from transformers.models.muse_glimmer.image_processing_muse_glimmer import (
+            MuseGlimmerImageProcessor,
+            smart_resize,
+        )
+        from transformers.models.muse_glimmer.processing_muse_glimmer import MuseGlimmerProcessor
+
+        tokens.image_processor, tokens.image_token = MuseGlimmerImageProcessor(**inner), "<|patch|>"
+        tokens.image_start_token, tokens.image_end_token = "<|image_start|>", "<|image_end|>"
+        # Resized by Pillow, since torchvision does not round between columns and rows.
+        height, width = smart_resize(*images[0].shape[:2], inner["patch_size"] * 2, inner["max_image_tokens"])
+        resized = Image.fromarray(images[0]).resize((width, height), Image.Resampling.LANCZOS)
+        channels_first = torch.from_numpy(np.array(resized)).movedim(-1, 0)
+        out = tokens.image_processor(channels_first, do_resize=False, return_tensors="np")
+        _, rows, columns = out["image_grid_thw"][0]
+        squares = np.arange(rows * columns).reshape(rows // 2, 2, columns // 2, 2).swapaxes(1, 2).ravel()
+        text = MuseGlimmerProcessor.replace_image_token(tokens, out, 0)
+        return out["pixel_values"][squares], out["image_grid_thw"], text
     if name == "gemma4":
         from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
         from transformers.models.gemma4.processing_gemma4 import Gemma4Processor

@@ -23,6 +23,7 @@ from zoo.vision.processors.base import LongestEdge, PixelBounds, Rectangle, patc
 from zoo.vision.processors.gemma3 import Gemma3
 from zoo.vision.processors.gemma4 import Gemma4
 from zoo.vision.processors.llama4 import Llama4
+from zoo.vision.processors.muse_glimmer import MuseGlimmer
 from zoo.vision.processors.pixtral import Pixtral
 from zoo.vision.processors.qwen3_vl import Qwen3VL, Qwen3VLVideo, smart_resize
 from zoo.vision.towers import siglip
@@ -30,7 +31,7 @@ from zoo.vision.towers import siglip
 
 GOLDEN = json.loads(make_golden_images.GOLDEN.read_text())
 KINDS = {"gemma3": Gemma3, "qwen2": Qwen3VL, "qwen3": Qwen3VL, "llama4": Llama4}
-KINDS |= {"gemma4": Gemma4, "pixtral": Pixtral, "qwen3-vl-video": Qwen3VLVideo}
+KINDS |= {"gemma4": Gemma4, "muse_glimmer": MuseGlimmer, "pixtral": Pixtral, "qwen3-vl-video": Qwen3VLVideo}
 BY_TORCHVISION = ("llama4", "qwen3-vl-video")
 PHOTO = pathlib.Path(__file__).parents[2] / "../shared/data/images/test_image.jpg"
 CASES = [(name, size) for name in FILES for size in (["video"] if name.endswith("video") else SIZES)]
@@ -95,7 +96,7 @@ def test_live(read, name, size):
     if name in BY_TORCHVISION:
         assert off.max() < 1.5 * 2 / 255 and off.mean() < 1e-3
     else:
-        assert off.max() == 0
+        assert off.max() <= (1e-7 if name == "muse_glimmer" else 0)  # torchvision normalizes in one step
     assert np.array_equal(processed.grids, grids)
     assert text is None or processed.text == text
 
@@ -494,6 +495,7 @@ def test_numbers_have_bounds(read):
         ("gemma4", "max_soft_tokens", 10**6),
         ("llama4", "max_patches", 10**6),
         ("llama4", "pixel_shuffle_ratio", 0.0),
+        ("muse_glimmer", "max_image_tokens", 10**6),
         ("pixtral", "patch_size", -16),
         ("qwen2-vl", "temporal_patch_size", 10**9),
         ("qwen3-vl", "merge_size", 10**9),

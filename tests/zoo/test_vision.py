@@ -41,7 +41,7 @@ from zoo.weights.checkpoint import export, skeleton, standard_names
 
 
 MIXTURE = pytest.param("qwen3_vl-moe", marks=pytest.mark.slow)
-TOWERS = ["gemma3-pattern", "gemma4", "llama4", "ministral3", "qwen3_vl"]
+TOWERS = ["gemma3-pattern", "gemma4", "llama4", "ministral3", "muse_glimmer", "qwen3_vl"]
 EACH = pytest.mark.parametrize("name", [*TOWERS, "qwen3_5"])
 NEW = 3  # number of generated tokens
 EVERY = pytest.mark.parametrize("name", seeing.CHECKPOINTS)
@@ -309,7 +309,7 @@ def test_rules_of_a_mesh(load_vision, name):
     assert_split(seeing.CHECKPOINTS[name], load_vision(name))
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "ministral3", "qwen3_vl")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "ministral3", "muse_glimmer", "qwen3_vl")]
 
 
 @pytest.mark.parametrize("name", ["gemma3-pattern", *SLOW])

@@ -1,15 +1,16 @@
-"""Muse Glimmer 30B (Meta, 2026): gated attention with sliding windows, and none with positions in full attention.
+"""Muse Glimmer 30B (Meta, 2026), which takes images: gated attention, without positions where it has no window.
 
 Three of four layers have rotary positions and a sliding window. The others, counted from the last layer, have no
 positions and see all tokens before a token. Embeddings, queries and keys are normed without weights. Norms before and
 after attention and the MLP are scaled by 1 + weight; those after have a smaller epsilon. Each channel that attention
 returns is multiplied by a sigmoid of the layer's input (arXiv:2505.06708). Logits are scaled, and capped by
-cap * tanh(logits / cap). The vision tower is not implemented: its tensors are left out.
+cap * tanh(logits / cap). To the text model a token of an image is like others: it sees those before it. The vision
+tower is an optional part: loaded without parts=("vision",), the model is the text model alone, and saved as one.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -21,24 +22,45 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.fields import text_config
 from zoo.nn.layers import (
     AbstractLinear,
     Embedding,
     Float32RMSNorm,
     Linear,
     OffsetRMSNorm,
+    erf_gelu,
     rms_normalized,
     swiglu,
     times,
 )
-from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
+from zoo.nn.model import AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.vision.model import AbstractVision, AbstractVisionConfig, AbstractVisionKeys, Nested, by_parts
+from zoo.vision.processors.muse_glimmer import MuseGlimmer
+from zoo.vision.towers import muse_glimmer as towers
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(AbstractConfig):
+class VisionConfig(AbstractVisionKeys):
+    """The keys of a multimodal config.json beside its `text_config`."""
+
+    tower: towers.Config = towers.Config()
+    image_token_id: int = 200_092
+    video_token_id: int = 200_091
+    out_hidden_size: int = 6144  # width of the tower's features
+    projector_hidden_size: int = 4096
+
+    def __post_init__(self):
+        if self.out_hidden_size != self.tower.features:
+            raise ValueError(
+                f"config.json has out_hidden_size={self.out_hidden_size}, but the tower's features have "
+                f"{self.tower.features}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(AbstractVisionConfig):
     vocab_size: int = 202_048
     hidden_size: int = 6656
     intermediate_size: int = 19_968
@@ -59,17 +81,20 @@ class Config(AbstractConfig):
     post_norm_eps: float = 1e-8  # of the norms after attention and the MLP
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    vision: VisionConfig | None = None
 
     def __post_init__(self):
         # Fill in the lists as transformers does, so that equivalent configs compare equal.
         full = [n % 4 == 0 for n in reversed(range(self.num_hidden_layers))]
-        kinds = self.layer_types or tuple("full_attention" if last else "sliding_attention" for last in full)
-        thetas = self.layer_rope_theta or tuple(0.0 if last else self.rope_theta for last in full)
+        kinds = self.layer_types or tuple("full_attention" if is_full else "sliding_attention" for is_full in full)
+        thetas = self.layer_rope_theta or tuple(0.0 if is_full else self.rope_theta for is_full in full)
         object.__setattr__(self, "layer_types", kinds)
         object.__setattr__(self, "layer_rope_theta", thetas)
         for name, values in dict(layer_types=kinds, layer_rope_theta=thetas).items():
             if len(values) != len(full):
                 raise ValueError(f"{name} has {len(values)} entries, but num_hidden_layers is {len(full)}.")
+        if self.sliding_window is None and "sliding_attention" in kinds:
+            raise ValueError("layer_types has sliding_attention, which needs a sliding_window.")
         if others := set(thetas) - {0.0, self.rope_theta}:
             raise ValueError(f"layer_rope_theta has {min(others)}, but only 0 and rope_theta are implemented.")
 
@@ -86,8 +111,8 @@ class Config(AbstractConfig):
 
 
 # fmt: off
-#                           vocab  hidden    mlp  layers  heads  kv
-MUSE_GLIMMER_30B = Config(202_048,   6656, 19968,     52,    32,  2, rope_theta=500_000.0)
+#                          vocab  hidden    mlp  layers  heads  kv
+MUSE_GLIMMER_30B = Config(202048,   6656, 19968,     52,    32,  2, rope_theta=500_000.0, vision=VisionConfig())
 
 CONFIGS = {"muse-glimmer-30b": Released(MUSE_GLIMMER_30B, "meta-models/Muse-Glimmer-30B")}
 # fmt: on
@@ -183,27 +208,60 @@ class Block(AbstractDecoderBlock):
         return init_kv(layers, batch, length, heads, a.head_dim, dtype, window=a.window)
 
 
-class Model(AbstractModel):
+class Adapter(eqx.Module):
+    fc1: AbstractLinear
+    fc2: AbstractLinear
+
+    def __init__(self, config: VisionConfig, *, key: PRNGKeyArray):
+        c, (fc1, fc2) = config, jax.random.split(key)
+        self.fc1 = Linear(c.out_hidden_size, c.projector_hidden_size, key=fc1)
+        self.fc2 = Linear(c.projector_hidden_size, c.projector_hidden_size, key=fc2)
+
+    def __call__(self, x: Float[Array, "pictures tokens dim"]) -> Float[Array, "pictures tokens width"]:
+        return erf_gelu(self.fc2(erf_gelu(self.fc1(x))))
+
+
+class Vision(AbstractVision):
+    tower: towers.Tower
+    adapter: Adapter
+    projection: AbstractLinear
+    processor: ClassVar[type[MuseGlimmer]] = MuseGlimmer
+
+    def __init__(self, config: VisionConfig, hidden_size: int, *, key: PRNGKeyArray):
+        tower, adapter, projection = jax.random.split(key, 3)
+        self.tower = towers.Tower(config.tower, key=tower)
+        self.adapter = Adapter(config, key=adapter)
+        self.projection = Linear(config.projector_hidden_size, hidden_size, key=projection)
+
+    def __call__(
+        self, patches: Float[Array, "pictures patches pixels"], grids: Int[Array, "pictures 2"]
+    ) -> Float[Array, "pictures tokens embed"]:
+        return self.projection(self.adapter(self.tower(patches, grids)))
+
+
+class Model(AbstractVisionModel):
     embed_tokens: Embedding
     layers: Stack
     norm: Float32RMSNorm
     lm_head: AbstractLinear | None  # None: tied to embed_tokens
+    vision: Vision | None
     config: Config = eqx.field(static=True)
 
-    def __init__(self, config: Config, *, key: PRNGKeyArray):
-        """Initialise random weights, in float32."""
-        c, (embed, layers, head) = config, jax.random.split(key, 3)
+    def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
+        """Initialise random weights, in float32, with these of `FAMILY.parts`; (): the text model alone."""
+        c, (embed, layers, head, vision) = by_parts(config, parts), jax.random.split(key, 4)
         self.config = c
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, key=embed)
         kinds = [(c.rotates(n), c.window(n)) for n in range(c.num_hidden_layers)]
         self.layers = Stack(lambda n, *, key: Block(c, n, key=key), kinds, key=layers)
         self.norm = Float32RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
+        self.vision = None if c.vision is None else Vision(c.vision, c.hidden_size, key=vision)
 
     def forward(
-        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
+        self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x = rms_normalized(self.embed_tokens(tokens), self.config.rms_norm_eps)
+        x = rms_normalized(self.embed(tokens, images), self.config.rms_norm_eps)
         x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), cache, reports
 
@@ -213,23 +271,21 @@ class Model(AbstractModel):
         return cap * jnp.tanh(times(logits, self.config.output_multiplier) / cap)
 
 
-# Keys beside text_config: what it says itself, and what only the tower needs.
-BESIDE = (
-    "architectures", "model_type", "tie_word_embeddings", "vision_config", "image_token_id", "video_token_id",
-    "out_hidden_size", "projector_hidden_act", "projector_hidden_size",
-)  # fmt: skip
+NESTED = Nested(
+    VisionConfig,
+    names={"architectures": ["MuseGlimmerForConditionalGeneration"], "model_type": "muse_glimmer"},
+    outside=("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version"),
+    projector={"projector_hidden_act": "gelu"},
+)
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Takes the text model's keys out of a config.json with a `text_config`.
+    """Flatten a nested config.json (with a `text_config`), whose own `tie_word_embeddings` does not count there.
 
     Raises:
-        ValueError: for an unknown key beside `text_config`.
+        ValueError: from `Nested.flat`.
     """
-    if "text_config" not in hub:
-        return dict(hub)
-    # Whether embeddings are tied is said beside text_config: its own key does not count.
-    return text_config(hub, BESIDE) | {"tie_word_embeddings": hub.get("tie_word_embeddings", False)}
+    return NESTED.flat({"tie_word_embeddings": False, **hub} if "text_config" in hub else hub)
 
 
 FAMILY = Family(  # zoo/nn/model.py explains the fields
@@ -239,6 +295,10 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
     configs=CONFIGS,
     model_types=("muse_glimmer", "muse_glimmer_text"),
     partition_rules={
+        **{f"vision.tower.{path}": spec for path, spec in towers.PARTITION_RULES.items()},
+        "vision.adapter.fc1": P("tensor", "fsdp"),
+        "vision.adapter.fc2": P("fsdp", "tensor"),
+        "vision.projection": P("tensor", "fsdp"),
         "embed_tokens": P("tensor", "fsdp"),
         "lm_head": P("tensor", "fsdp"),
         "layers.*.[qkv]_proj": P("tensor", "fsdp"),
@@ -248,18 +308,18 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "layers.*.down_proj": P("fsdp", "tensor"),
         "*norm.weight": P(),
     },
-    checkpoint_names={"lm_head.*": "lm_head.{}", "*": "model.{}"},
+    checkpoint_names={"vision.*": "model.vision_{}", "lm_head.*": "lm_head.{}", "*": "model.{}"},
+    # In files with a vision tower, the text model's names begin otherwise.
+    beginnings={"vision": {"model.vision_": "model.vision_", "model.": "model.language_model."}},
     aliases={"model.language_model.": "model."},  # the release's names
-    redundant={
-        "lm_head.weight": "model.embed_tokens.weight",
-        "model.vision_tower.*": None,
-        "model.vision_adapter.*": None,
-        "model.vision_projection.*": None,
-    },
+    # A copy of another tensor, to which it must be equal; and what only the part "vision" needs (None).
+    redundant={"lm_head.weight": "model.embed_tokens.weight", "model.vision_*": None},
+    parts={"vision": "the vision tower, so that the model takes images"},
     implied={
         "architectures": ["MuseGlimmerTextModel"],
         "model_type": "muse_glimmer_text",
         "hidden_activation": OneOf(["silu", "swish"]),
     },
     standard_form=standard_form,
+    published_form=NESTED.nested,
 )

@@ -1,10 +1,11 @@
 """Muse Glimmer without its tower."""
 
+import math
 from typing import Any
 
 import numpy as np
 
-from tests.zoo.tiny import COMMON, attention, gemma2, mlp
+from tests.zoo.tiny import COMMON, attention, biases, gemma2, mlp
 
 
 MUSE_GLIMMER = {k: v for k, v in COMMON.items() if k not in ("torch_dtype", "hidden_act", "rope_theta")} | dict(
@@ -62,11 +63,28 @@ def values(name: str, noise: np.ndarray) -> np.ndarray:
     return (1 if name == "model.norm.weight" else 0) + 0.3 * noise
 
 
-def vision_parameters(config: dict[str, Any]) -> int:
-    """Returns the number of parameters beside the text model: the tower, its adapter and the projection."""
+def vision_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Returns tensor name -> shape of the tower, its adapter and the projection."""
     c, width = config["vision_config"], config["projector_hidden_size"]
-    d, mlp = c["hidden_size"], c["intermediate_size"]
-    patch = 3 * c["patch_temporal"] * c["patch_size"] ** 2
-    layer = 4 * (d * d + d) + 2 * d * mlp + mlp + d + 4 * d
-    tower = patch * d + c["pos_emb_height"] * c["pos_emb_width"] * d + c["num_hidden_layers"] * layer + 4 * d
-    return tower + width * (config["out_hidden_size"] + width) + width * config["text_config"]["hidden_size"]
+    d, patch = c["hidden_size"], 3 * c["patch_temporal"] * c["patch_size"] ** 2
+    out: dict[str, tuple[int, ...]] = {
+        "patch_embedder.patch_embedding.weight": (d, patch),
+        "patch_embedder.position_embedding_table.weight": (c["pos_emb_height"] * c["pos_emb_width"], d),
+    }
+    norms = ["ln_pre", "ln_post"]
+    for n in range(c["num_hidden_layers"]):
+        maps = {f"attn.{name}.weight": (d, d) for name in ("q_proj", "k_proj", "v_proj", "proj")}
+        maps |= {"mlp.fc1.weight": (c["intermediate_size"], d), "mlp.fc2.weight": (d, c["intermediate_size"])}
+        out |= {f"layers.{n}.{name}": shape for name, shape in (maps | biases(maps)).items()}
+        norms += [f"layers.{n}.norm1", f"layers.{n}.norm2"]
+    out |= {f"{norm}.{kind}": (d,) for norm in norms for kind in ("weight", "bias")}
+    return {f"model.vision_tower.{name}": shape for name, shape in out.items()} | {
+        "model.vision_adapter.fc1.weight": (width, config["out_hidden_size"]),
+        "model.vision_adapter.fc2.weight": (width, width),
+        "model.vision_projection.weight": (config["text_config"]["hidden_size"], width),
+    }
+
+
+def vision_parameters(config: dict[str, Any]) -> int:
+    """Returns the number of parameters that a checkpoint with this config.json has beside the text model."""
+    return sum(math.prod(shape) for shape in vision_shapes(config).values())

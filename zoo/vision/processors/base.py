@@ -30,7 +30,7 @@ from zoo.vision.open import MAX_PIXELS, Image
 Processor = TypeVar("Processor", bound="AbstractProcessor")
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-BILINEAR, BICUBIC = 2, 3  # Pillow's numbers, as in the files
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers, as in the files
 Filter = Literal[1, 2, 3, 4, 5]
 MAX_FEATURES = 2**20  # of an image
 # The largest values of the files' numbers, far above those of any model: memory and time grow with them.
@@ -38,6 +38,7 @@ MOST = dict(
     height=2**13, width=2**13, longest_edge=MAX_PIXELS, shortest_edge=MAX_PIXELS, patch_size=2**8,
     temporal_patch_size=2**4, merge_size=2**4, spatial_merge_size=2**4, max_patches=2**8, image_seq_length=2**14,
     pan_and_scan_min_crop_size=2**13, pan_and_scan_max_num_crops=2**8, max_soft_tokens=2**14, pooling_kernel_size=2**4,
+    max_image_tokens=2**14,
 )  # fmt: skip
 
 
