@@ -38,13 +38,15 @@ if hurry.HURRY:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-pytest_plugins = ("tests.groups", "tests.affected", "tests.flaky")  # each of these imports those before it
+PLUGINS = ("tests.groups", "tests.affected", "tests.flaky")  # each of these imports those before it, and zoo
 
 
 def pytest_addoption(parser, pluginmanager):
     # pytest calls this hook first, and so before other conftest.py files import our packages.
     if typed.wanted(pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr):
         typed.install()
+    for plugin in PLUGINS:
+        pluginmanager.import_plugin(plugin)
     parser.addoption("--seconds", metavar="FILE", help="write the CPU seconds of each file and family to this file")
 
 

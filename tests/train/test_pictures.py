@@ -19,7 +19,7 @@ import zoo
 from tests.train.batching import batches
 from tests.train.conftest import command, devices
 from tests.zoo.programs import error, same
-from tests.zoo.seeing import CHECKPOINTS
+from tests.zoo.tiny import SEEING
 from train.data import pictures, preferences
 from train.data.packing import encode, pack, prompts_of
 from train.data.prompts import encode as encode_record
@@ -54,7 +54,7 @@ def chat(answer, *images):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return CHECKPOINTS["gemma3-pattern"].write(tmp_path_factory.mktemp("seeing"))
+    return SEEING["gemma3-pattern"].write(tmp_path_factory.mktemp("seeing"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 import zoo
-from tests.zoo import make_golden, seeing, tiny
+from tests.zoo import make_golden, tiny
 
 
 class Folders(dict[str, pathlib.Path]):
@@ -38,7 +38,7 @@ def load(folders) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def vision_folders(tmp_path_factory) -> Folders:
     """Returns a `Folders` of the checkpoints with a tower."""
-    return Folders(tmp_path_factory.mktemp("towers"), lambda folder, name: seeing.CHECKPOINTS[name].write(folder))
+    return Folders(tmp_path_factory.mktemp("towers"), lambda folder, name: tiny.SEEING[name].write(folder))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ import pytest
 import kernels
 import zoo
 from tests.train.conftest import devices
-from tests.zoo import tiny, touched
+from tests.zoo import make_table, tiny, touched
 from tests.zoo.programs import STACKS, TOKENS, prefill_and_decode
 from zoo import models, registry
 from zoo.models import qwen3
@@ -30,11 +30,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 IMPLEMENTATIONS = ("reference", "xla", "triton", "tpu")
 
 
-def missing(families, modules, golden, names, public) -> list[str]:
+def missing(families, modules, golden, names, public, vision) -> list[str]:
     """Returns a sentence for each part that a family lacks.
 
     `families` are those of zoo/models, `modules` those of tests/zoo/tiny, `golden` has the checkpoints in each file of
-    tests/zoo/golden, `names` are those with a repository, and `public` are zoo's names.
+    tests/zoo/golden, `names` are those with a repository, `public` are zoo's names, and `vision` are the families that
+    have a checkpoint with a tower.
     """
     lacks = []
     for name in sorted(families.keys() | modules.keys()):
@@ -43,9 +44,11 @@ def missing(families, modules, golden, names, public) -> list[str]:
             lacks.append(f"{checkpoints} has no {file}: write the family there, from its Config to its FAMILY.")
             continue
         if name not in public:
-            lacks.append(f"zoo/__init__.py lacks {name}: import it there, and list it in __all__.")
+            lacks.append(f"zoo/__init__.py lacks {name}: `python -m tests.zoo.make_table` writes it there.")
         if name not in modules:
             lacks.append(f"{file} has no {checkpoints}: write its CONFIGS, STACK, PARAMETERS and shapes there.")
+        if "vision" in families[name].parts and name not in vision:
+            lacks.append(f"{checkpoints} has no SEEING: write checkpoints with a tower there, as in gemma3's.")
         if without := sorted(getattr(modules.get(name), "CONFIGS", {}).keys() - golden.get(name, ())):
             lacks.append(
                 f"tests/zoo/golden/{name}.npz has no logits of {', '.join(without)}: `python -m tests.zoo.make_golden "
@@ -70,6 +73,7 @@ def pieces():
         golden=golden,
         names=names,
         public=dict.fromkeys(zoo.__all__),
+        vision={checkpoint.family.name: name for name, checkpoint in tiny.SEEING.items()},
     )
 
 
@@ -85,7 +89,8 @@ def test_nothing_is_missing(pieces):
         ("modules", "qwen3", "zoo/models/qwen3.py has no tests/zoo/tiny/qwen3.py: write its CONFIGS, STACK"),
         ("golden", "qwen3", "tests/zoo/golden/qwen3.npz has no logits of qwen3, qwen3-tied, "),
         ("names", "qwen3-8b", "zoo/models/qwen3.py has qwen3-8b without a repository (or, if its weights were"),
-        ("public", "qwen3", "zoo/__init__.py lacks qwen3: import it there, and list it in __all__."),
+        ("public", "qwen3", "zoo/__init__.py lacks qwen3: `python -m tests.zoo.make_table` writes it there."),
+        ("vision", "gemma3", "tests/zoo/tiny/gemma3.py has no SEEING: write checkpoints with a tower there"),
     ],
 )
 def test_what_is_missing_is_named(pieces, piece, entry, sentence):
@@ -116,12 +121,19 @@ def test_quoted_lines_stand_in_their_files():
 
 
 def test_files_to_touch_are_counted():
-    """The page has the table as it is now: of a dense family at most 4 files, of a hybrid 6, of one that sees 8."""
+    """The page has the table as it is now: of a dense family at most 3 files, of a hybrid and of one that sees 5."""
     assert touched.table() in (ROOT / "docs/families.md").read_text()
-    most = {"a dense family": 4, "a hybrid": 6, "one that sees": 8}
+    most = {"a dense family": 3, "a hybrid": 5, "one that sees": 5}
     assert all(len(touched.touched(family)) <= most[kind] for kind, family in touched.EXAMPLES.items())
     naming = lambda text: list(touched.code(f'"""gemma3"""\n# gemma3\n{text}'))
     assert "gemma3" not in naming("") and "gemma3" in naming("zoo.gemma3") and "gemma3" in naming("x = 'gemma3'")
+
+
+def test_what_a_script_writes_is_current():
+    """The README's table is compared in tests/test_readme.py."""
+    page, code = ((ROOT / file).read_text() for file in ("docs/vision.md", "zoo/__init__.py"))
+    assert f"{make_table.VISION}\n{make_table.vision_section()}<!-- end -->" in page, "python -m tests.zoo.make_table"
+    assert make_table.with_families(code) == code, "python -m tests.zoo.make_table"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import safetensors.numpy
 
 import convert.tensors
 import zoo
-from tests.zoo import make_golden, seeing, tiny
+from tests.zoo import make_golden, tiny
 from tests.zoo.programs import error, same
 from zoo.models import gemma3
 
@@ -47,7 +47,7 @@ def wrap(folder, name, beginnings, **outer):
 
 def test_an_image_is_seen_both_ways(load_vision):
     """Without spans the logits of the prompts with images differ, so the tests above depend on them."""
-    case = seeing.CHECKPOINTS["gemma3-pattern"]
+    case = tiny.SEEING["gemma3-pattern"]
     golden = case.golden()
 
     @eqx.filter_jit

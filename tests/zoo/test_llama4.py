@@ -14,7 +14,7 @@ import convert.tensors
 import zoo
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, decode, error, forward, init_cache, noise, on_host, packed
-from tests.zoo.seeing.llama4 import Llama4
+from tests.zoo.tiny.llama4 import Llama4
 from zoo.config import read, write
 from zoo.models import llama4
 from zoo.nn import moe

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 import zoo
-from tests.zoo import seeing
+from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, error, forward, same
 from zoo import lora
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
@@ -137,7 +137,7 @@ def test_ours_of_models_that_see_in_peft(load_vision, vision_folders, name, tmp_
     """PEFT merges our adapters into transformers' model with the same weights as our merge."""
     module = pytest.importorskip("peft")
     pytest.importorskip("transformers")
-    case, folder = seeing.CHECKPOINTS[name], vision_folders[name]
+    case, folder = tiny.SEEING[name], vision_folders[name]
     adapted = trained(load_vision(name), where="*[1j]")
     peft.save(adapted, tmp_path)
     zoo.save(lora.merge(adapted), tmp_path / "merged")

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import zoo
-from tests.zoo import make_golden, seeing, tiny
+from tests.zoo import make_golden, tiny
 from tests.zoo.programs import TOKENS, error, forward, on_host
-from tests.zoo.seeing.mistral3 import BESIDE, TOWER
 from tests.zoo.test_registry import FACTS
+from tests.zoo.tiny.mistral3 import BESIDE, TOWER
 from zoo.config import read, write
 from zoo.models import mistral, mistral3
 
 
-CASE = seeing.CHECKPOINTS["mistral"]
+CASE = tiny.SEEING["mistral"]
 
 
 @pytest.mark.skipif(not FACTS.is_dir(), reason="the recorded facts are not beside this checkout")

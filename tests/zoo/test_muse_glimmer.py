@@ -5,11 +5,11 @@ import json
 import pytest
 
 import zoo
-from tests.zoo import seeing, tiny
+from tests.zoo import tiny
 
 
 TEXT = tiny.CONFIGS["muse_glimmer"]
-CASE = seeing.CHECKPOINTS["muse_glimmer"]
+CASE = tiny.SEEING["muse_glimmer"]
 
 
 def test_tied_embeddings_are_said_beside_text_config(tmp_path):

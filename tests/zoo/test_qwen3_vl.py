@@ -17,7 +17,7 @@ from convert.packed import quantize_blocks
 from kernels import Tokens
 from tests.zoo import seeing, tiny
 from tests.zoo.programs import error, same
-from tests.zoo.seeing.qwen3_vl import FILM, Qwen3VL
+from tests.zoo.tiny.qwen3_vl import FILM, Qwen3VL
 from zoo.models import qwen3_vl
 from zoo.nn.rope import MultiAxisRotary, Rotary
 from zoo.nn.stack import AbstractBlock, Stack
@@ -90,7 +90,7 @@ SHORT = {  # few layers: one more than levels, one fewer, and two kinds of which
 
 def short(name):
     """Returns a checkpoint with three levels of DeepStack."""
-    first = seeing.CHECKPOINTS[SHORT[name]["name"]]
+    first = tiny.SEEING[SHORT[name]["name"]]
     names = dict(architecture=first.architecture, text_names=first.text_names)
     return Qwen3VL(**names, **SHORT[name], deep=[0, 2, 3], restated=(), parameters={})
 
@@ -116,7 +116,7 @@ def test_experts_in_both_layouts(tmp_path, width):
     """The Hub's layout and transformers' are read. With width 16, gate_up_proj is square, and down_proj decides."""
     name = "qwen3_vl-moe"
     config = tiny.CONFIGS[name] | dict(moe_intermediate_size=width)
-    hub = seeing.filled(tiny.MODULES["qwen3_vl"].shapes(config), np.random.RandomState(0))
+    hub = tiny.filled(tiny.MODULES["qwen3_vl"].shapes(config), np.random.RandomState(0))
     swapped = {key: x.swapaxes(1, 2).copy() if ".experts." in key else x for key, x in hub.items()}
     models = []
     for folder, tensors in (("hub", hub), ("theirs", swapped)):
@@ -135,7 +135,7 @@ def test_fp8_with_experts_one_by_one(tmp_path):
     name, rng = "qwen3_vl-moe", np.random.RandomState(0)
     config = tiny.CONFIGS[name] | dict(hidden_size=160, moe_intermediate_size=136, num_hidden_layers=4)
     tensors = {}
-    for key, x in seeing.filled(tiny.MODULES["qwen3_vl"].shapes(config), rng).items():
+    for key, x in tiny.filled(tiny.MODULES["qwen3_vl"].shapes(config), rng).items():
         start, expert, kind = key.partition("experts.")
         kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
         parts = np.split(x.swapaxes(1, 2), len(kinds), axis=1) if expert else ()
@@ -166,7 +166,7 @@ def test_fp8_with_experts_one_by_one(tmp_path):
 @pytest.mark.parametrize("absent", [lambda keys: dict.fromkeys(keys), lambda keys: {}], ids=["null", "missing"])
 def test_keys_about_images_that_are_absent(tmp_path, name, rope, absent):
     """A config.json with null in the place of keys about images, or without them, means the released models' values."""
-    case = seeing.CHECKPOINTS[name]
+    case = tiny.SEEING[name]
     hub, axes = case.config(), ("mrope_interleaved", "mrope_section")
     text = {key: value for key, value in hub["text_config"].items() if key != rope}
     text[rope] = {key: value for key, value in hub["text_config"][rope].items() if key not in axes}

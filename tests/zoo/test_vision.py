@@ -1,7 +1,7 @@
 """Models that take images, by one contract: they equal transformers in logits and features, with documents packed and
 alone, in gradients, decoding, chats, files, and on a mesh.
 
-tests/zoo/seeing/ has each family's checkpoint, with prompts and pictures; golden/vision/ has transformers' numbers.
+`tests.zoo.tiny.SEEING` has the checkpoints, with prompts and pictures; golden/vision/ has transformers' numbers.
 """
 
 import base64
@@ -22,11 +22,11 @@ import convert.tensors
 import zoo
 import zoo.serve.server
 import zoo.vision.open
-from tests.zoo import seeing
+from tests.zoo import seeing, tiny
 from tests.zoo.programs import decode, error, on_host, same
-from tests.zoo.seeing import gemma3
 from tests.zoo.test_images import png
 from tests.zoo.test_serve import CHAT, Running
+from tests.zoo.tiny import gemma3
 from zoo.generation.decoding import check_rewinds, prefill
 from zoo.generation.engine import Engine, batched_images, bucket, padded
 from zoo.generation.speculative import ModelDraft
@@ -44,7 +44,7 @@ MIXTURE = pytest.param("qwen3_vl-moe", marks=pytest.mark.slow)
 TOWERS = ["gemma3-pattern", "gemma4", "llama4", "ministral3", "muse_glimmer", "qwen3_vl"]
 EACH = pytest.mark.parametrize("name", [*TOWERS, "qwen3_5"])
 NEW = 3  # number of generated tokens
-EVERY = pytest.mark.parametrize("name", seeing.CHECKPOINTS)
+EVERY = pytest.mark.parametrize("name", tiny.SEEING)
 
 
 def look(case, model, tokens=None, images=None, segments=None, counted=None, *, gradients=None):
@@ -100,7 +100,7 @@ def assert_golden(case, logits, features):
 @pytest.mark.parametrize("name", [*TOWERS, "gemma4-dense", "gemma4-shared", "mistral", "qwen3_5", MIXTURE])
 def test_logits_and_features(load_vision, name):
     """Rows without an image, with one, and with several are right; of one shape, or of any shape with padding."""
-    case = seeing.CHECKPOINTS[name]
+    case = tiny.SEEING[name]
     logits, features, _ = look(case, load_vision(name))
     assert_golden(case, logits, features)
 
@@ -108,7 +108,7 @@ def test_logits_and_features(load_vision, name):
 @pytest.mark.parametrize("name", TOWERS)
 def test_ids_of_image_tokens_may_be_beyond_the_table(load_vision, name):
     """The embedding refuses such ids of text."""
-    case, model = seeing.CHECKPOINTS[name], load_vision(name)
+    case, model = tiny.SEEING[name], load_vision(name)
     images, beyond = case.images(), model.config.vocab_size + 5
     assert (images.image >= 0).any()
     tokens, prompts = jax.device_put((np.where(images.image < 0, case.prompts, beyond), case.prompts))
@@ -143,7 +143,7 @@ def pack(case, rows):
 @EACH
 def test_packed_documents_with_images_equal_each_alone(load_vision, name):
     """Logits are equal, and gradients of the first row's, whose documents have all of their images, or part of one."""
-    case, model = seeing.CHECKPOINTS[name], load_vision(name)
+    case, model = tiny.SEEING[name], load_vision(name)
     golden, count, first = case.golden()["logits"], len(case.prompts), case.packed[0]
     in_first = (np.arange(count) == 0)[:, None] * np.ones_like(case.prompts)
     logits, _, gradients = look(case, model, *pack(case, case.packed), in_first)
@@ -181,7 +181,7 @@ def test_decoding_after_images(untyped, load_vision, name):
 
     Rows are as long as `zoo.generate` makes them.
     """
-    case, model = seeing.CHECKPOINTS[name], load_vision(name)
+    case, model = tiny.SEEING[name], load_vision(name)
     golden, images, lengths = case.golden()["logits"], jax.tree.map(np.asarray, case.images()), np.array(case.lengths)
     rows, seq = case.prompts.shape
     each = []
@@ -215,7 +215,7 @@ def test_decoding_after_images(untyped, load_vision, name):
 @pytest.mark.parametrize("name", TOWERS)
 def test_chats(load_vision, vision_folders, name):
     """The encoded chat has the right tokens for its images, and each of these has the right picture and feature."""
-    case, model, folder = seeing.CHECKPOINTS[name], load_vision(name), vision_folders[name]
+    case, model, folder = tiny.SEEING[name], load_vision(name), vision_folders[name]
     tokenizer = zoo.tokenizer(folder)
     for chat in case.chats(folder, tokenizer):
         ids, images = encode_prompt(model, tokenizer, chat.messages)
@@ -233,7 +233,7 @@ def test_chats(load_vision, vision_folders, name):
 @EVERY
 def test_export_is_bit_equal(load_vision, vision_folders, name, tmp_path):
     """The config.json is also the same as the one that was read, except for a few keys."""
-    case, model, folder = seeing.CHECKPOINTS[name], load_vision(name), vision_folders[name]
+    case, model, folder = tiny.SEEING[name], load_vision(name), vision_folders[name]
     zoo.save(on_host(model), tmp_path)
     before, after = convert.tensors.open_tensors(folder), convert.tensors.open_tensors(tmp_path)
     assert before.keys() == after.keys()
@@ -258,7 +258,7 @@ def test_export_is_bit_equal(load_vision, vision_folders, name, tmp_path):
 @pytest.mark.parametrize("name", TOWERS)
 def test_without_the_part_it_is_the_text_model(load_vision, vision_folders, name, tmp_path):
     """A checkpoint without its tower is read as a text model, and saved as one, under transformers' names."""
-    case, model = seeing.CHECKPOINTS[name], load_vision(name)
+    case, model = tiny.SEEING[name], load_vision(name)
     text = zoo.load(vision_folders[name])
     assert text.vision is None and text.config == dataclasses.replace(model.config, vision=None)
     zoo.save(on_host(text), tmp_path)
@@ -276,7 +276,7 @@ def test_without_the_part_it_is_the_text_model(load_vision, vision_folders, name
 @pytest.mark.parametrize("name", TOWERS)
 def test_other_names_of_tensors(load_vision, vision_folders, name, tmp_path):
     """Tensors may have the names of other releases, and those that transformers writes."""
-    case = seeing.CHECKPOINTS[name]
+    case = tiny.SEEING[name]
     shutil.copy(vision_folders[name] / "config.json", tmp_path)
     for renamed in case.renamed:
         tensors = {}
@@ -306,7 +306,7 @@ def assert_split(case, model):
 
 @EVERY
 def test_rules_of_a_mesh(load_vision, name):
-    assert_split(seeing.CHECKPOINTS[name], load_vision(name))
+    assert_split(tiny.SEEING[name], load_vision(name))
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "ministral3", "muse_glimmer", "qwen3_vl")]
@@ -315,7 +315,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "minis
 @pytest.mark.parametrize("name", ["gemma3-pattern", *SLOW])
 def test_on_a_mesh(untyped, vision_folders, name):
     """The work is split by pictures; a last picture makes their number even, and a last row that of the rows."""
-    case, mesh = seeing.CHECKPOINTS[name], zoo.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
+    case, mesh = tiny.SEEING[name], zoo.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     model = zoo.load(vision_folders[name], parts=("vision",), mesh=mesh)
     for path, linear in modules(model.vision, AbstractLinear):
         assert {"fsdp", "tensor"} <= set(linear.weight.sharding.spec), path
@@ -334,10 +334,10 @@ def skeleton_of(config):
     return skeleton(family_of(config), config, ("vision",))
 
 
-@pytest.mark.parametrize("name", [name for case in seeing.CHECKPOINTS.values() for name in case.parameters])
+@pytest.mark.parametrize("name", [name for case in tiny.SEEING.values() for name in case.parameters])
 def test_released_models(untyped, name):
     """The number of parameters equals the Hub's for the repository, and every matrix of the tower is split."""
-    case = next(case for case in seeing.CHECKPOINTS.values() if name in case.parameters)
+    case = next(case for case in tiny.SEEING.values() if name in case.parameters)
     whole = skeleton_of(zoo.config(name))
     assert sum(array.size for array in jax.tree.leaves(whole)) == case.parameters[name]
     assert_split(case, whole)
@@ -345,7 +345,7 @@ def test_released_models(untyped, name):
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_towers_that_are_not_known(name, tmp_path):
-    case = seeing.CHECKPOINTS[name]
+    case = tiny.SEEING[name]
     for changes, message in case.refused:
         folder = case.write_config(tmp_path, vision_config=case.config()["vision_config"] | changes)
         with pytest.raises(ValueError, match=message):
@@ -355,7 +355,7 @@ def test_towers_that_are_not_known(name, tmp_path):
 @EACH
 def test_models_without_their_tower(vision_folders, folders, name):
     """A model that is loaded without its tower takes no images, and a text model has no tower to load."""
-    case = seeing.CHECKPOINTS[name]
+    case = tiny.SEEING[name]
     with pytest.raises(ValueError, match=r'loaded without its vision tower, and so takes no images: parts=\("vision",'):
         zoo.load(vision_folders[name])(jnp.asarray(case.prompts), images=case.images())
     with pytest.raises(ValueError, match=r'has no vision tower: leave parts=\("vision",\) out'):
@@ -367,7 +367,7 @@ def test_models_without_their_tower(vision_folders, folders, name):
 def test_live(vision_folders, load_vision, name, tmp_path):
     """Golden values are transformers'; it reads our export; gradients equal its own; bfloat16 errors are alike."""
     pytest.importorskip("transformers", reason="live parity needs transformers and torch")
-    case, model, folder = seeing.CHECKPOINTS[name], load_vision(name), vision_folders[name]
+    case, model, folder = tiny.SEEING[name], load_vision(name), vision_folders[name]
     reference, golden = case.theirs(folder), case.golden()
     live = case.computed(reference)
     assert live.keys() == golden.keys() and all(error(golden[key], live[key]) < 1e-5 for key in live)
@@ -423,7 +423,7 @@ def greedy(case, model, ids, images, new):
 @pytest.mark.parametrize("name", ["qwen3_vl"])
 def test_generation(untyped, load_vision, vision_folders, name):
     """Prompts have two images of other shapes each. There are as many as in `test_decoding_after_images`."""
-    case, model, folder = seeing.CHECKPOINTS[name], load_vision(name), vision_folders[name]
+    case, model, folder = tiny.SEEING[name], load_vision(name), vision_folders[name]
     tokenizer = zoo.tokenizer(folder)
     chat, _ = case.chats(folder, tokenizer)
     expected = greedy(case, model, *encode_prompt(model, tokenizer, chat.messages), NEW)
@@ -433,7 +433,7 @@ def test_generation(untyped, load_vision, vision_folders, name):
 
 def test_the_server(untyped, load_vision, vision_folders, monkeypatch):
     """OpenAI's clients may send an image, but not name a file, and a server whose model takes none refuses it."""
-    case, model = seeing.CHECKPOINTS["gemma3-pattern"], load_vision("gemma3-pattern")
+    case, model = tiny.SEEING["gemma3-pattern"], load_vision("gemma3-pattern")
     tokenizer = zoo.tokenizer(vision_folders["gemma3-pattern"])
     part = gemma3.url(PIL.Image.new("RGB", (30, 20), "red"))
     of = lambda part: seeing.ask(part, seeing.text("what is it"))
@@ -475,7 +475,7 @@ def test_the_server(untyped, load_vision, vision_folders, monkeypatch):
 
 
 def test_refusals(load, load_vision, vision_folders):
-    case, model, text = seeing.CHECKPOINTS["gemma3-pattern"], load_vision("gemma3-pattern"), load("gemma3-pattern")
+    case, model, text = tiny.SEEING["gemma3-pattern"], load_vision("gemma3-pattern"), load("gemma3-pattern")
     tokenizer = zoo.tokenizer(vision_folders["gemma3-pattern"])
     for part, message in (
         ({"type": "image"}, "says nowhere where it lies: give it one of image, path, url"),

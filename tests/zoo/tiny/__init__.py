@@ -6,7 +6,8 @@ Each module here is a family, and has
   the family and, if possible, form a head, a period and a tail. Other checkpoints' features show in their logits;
 - `PARAMETERS`, the released models' numbers of parameters, as the Hub shows them (without duplicate and stale tensors);
   the number of a name is also that of its instruct and chat twins;
-- `shapes(config)`, the tensors of a checkpoint, written out and not taken from the code under test.
+- `shapes(config)`, the tensors of a checkpoint, written out and not taken from the code under test;
+- `SEEING`, if the family takes images: checkpoints with a tower, with prompts and pictures (`tests.zoo.seeing`).
 
 Norms are not ones and logits are of size 10, because defaults hide errors; sequences are longer than every window,
 chunk and original context.
@@ -17,6 +18,7 @@ import json
 import pathlib
 import pkgutil
 import string
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +26,10 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 
+from tests.zoo.seeing import Checkpoint
 
+
+Values = Callable[[str, np.ndarray], Any]  # the values of a tensor of this name, made of normal noise
 # Common keys of the families' config.json files.
 COMMON = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -68,19 +73,26 @@ def values(name: str, noise: np.ndarray) -> np.ndarray:
     return 1 + 0.3 * noise if "norm" in name else 0.4 * noise
 
 
-MODULES: dict[str, ModuleType] = {  # family -> its module
-    info.name: importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)
-}
-CONFIGS: dict[str, dict[str, Any]] = {n: config for module in MODULES.values() for n, config in module.CONFIGS.items()}
-FAMILIES = {name: family for family, module in MODULES.items() for name in module.CONFIGS}  # checkpoint -> family
+def filled(
+    shapes: Mapping[str, tuple[int, ...]], random: np.random.RandomState, make: Values = values
+) -> dict[str, np.ndarray]:
+    """Returns random float32 tensors of these names and shapes."""
+    return {
+        name: np.asarray(make(name, random.standard_normal(shape)), np.float32)
+        for name, shape in sorted(shapes.items())
+    }
 
 
 def tensors(name: str) -> dict[str, np.ndarray]:
-    """Returns random float32 tensors from numpy's legacy generator, whose stream never changes."""
-    random, module = np.random.RandomState(1), MODULES[FAMILIES[name]]
-    make = getattr(module, "values", values)
-    shapes = sorted(module.shapes(CONFIGS[name]).items())
-    return {tensor: make(tensor, random.standard_normal(shape)).astype(np.float32) for tensor, shape in shapes}
+    """Returns a checkpoint's tensors, from numpy's legacy generator, whose stream never changes."""
+    module = MODULES[FAMILIES[name]]
+    return filled(module.shapes(CONFIGS[name]), np.random.RandomState(1), getattr(module, "values", values))
+
+
+def first_layers(name: str, layers: int) -> dict[str, np.ndarray]:
+    """Returns a checkpoint's tensors without those of later layers, by their names beside a tower."""
+    later = tuple(f"model.layers.{n}." for n in range(layers, CONFIGS[name]["num_hidden_layers"]))
+    return {f"language_model.{key}": x for key, x in tensors(name).items() if not key.startswith(later)}
 
 
 def write(folder: pathlib.Path, name: str, **changes: Any) -> pathlib.Path:
@@ -105,3 +117,13 @@ def write_tokenizer(folder: pathlib.Path) -> None:
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.decoder = tokenizers.decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+MODULES: dict[str, ModuleType] = {  # family -> its module, which may import what is above
+    info.name: importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)
+}
+CONFIGS: dict[str, dict[str, Any]] = {n: config for module in MODULES.values() for n, config in module.CONFIGS.items()}
+FAMILIES = {name: family for family, module in MODULES.items() for name in module.CONFIGS}  # checkpoint -> family
+SEEING: dict[str, Checkpoint] = {  # those of the checkpoints that have a tower, too
+    checkpoint.name: checkpoint for module in MODULES.values() for checkpoint in getattr(module, "SEEING", ())
+}

@@ -1,11 +1,10 @@
 """Qwen3.5 and Qwen3.6, the text models: a mixture, and a dense one."""
 
-import math
 from typing import Any
 
 import numpy as np
 
-from tests.zoo.tiny import COMMON, attention, mlp
+from tests.zoo.tiny import COMMON, attention, mlp, qwen3_vl
 
 
 QWEN3_5 = {k: v for k, v in COMMON.items() if k not in ("rope_theta", "torch_dtype", "num_hidden_layers")} | dict(
@@ -104,25 +103,7 @@ def further_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return layer(config, "mtp.layers.0", FULL) | norms | {"mtp.fc.weight": (d, 2 * d)}
 
 
-def vision_parameters(config: dict[str, Any]) -> int:
-    """Returns the number of parameters that a checkpoint with this config.json has beside the text model and MTP."""
-    return sum(math.prod(shape) for shape in vision_shapes(config).values())
-
-
-def vision_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns tensor name -> shape, for the tensors beside the text model and MTP."""
-    c = config["vision_config"]
-    d, width, patch, merge = c["hidden_size"], c["intermediate_size"], c["patch_size"], c["spatial_merge_size"] ** 2
-    linear = lambda name, o, *i: {f"model.visual.{name}.weight": (o, *i), f"model.visual.{name}.bias": (o,)}
-    out = linear("patch_embed.proj", d, c["in_channels"], c["temporal_patch_size"], patch, patch)
-    out |= {"model.visual.pos_embed.weight": (c["num_position_embeddings"], d)}
-    for n in range(c["depth"]):
-        block = f"blocks.{n}"
-        out |= linear(f"{block}.norm1", d) | linear(f"{block}.norm2", d)
-        out |= linear(f"{block}.attn.qkv", 3 * d, d) | linear(f"{block}.attn.proj", d, d)
-        out |= linear(f"{block}.mlp.linear_fc1", width, d) | linear(f"{block}.mlp.linear_fc2", d, width)
-    out |= linear("merger.norm", d) | linear("merger.linear_fc1", merge * d, merge * d)
-    return out | linear("merger.linear_fc2", c["out_hidden_size"], merge * d)
+vision_parameters = qwen3_vl.vision_parameters
 
 
 def values(name: str, noise: np.ndarray) -> np.ndarray:
@@ -134,3 +115,22 @@ def values(name: str, noise: np.ndarray) -> np.ndarray:
         return 0.3 * noise + ("linear_attn.norm" in name)
     scale = {"embed_tokens.weight": 1.0, "in_proj_a.weight": 0.1, "out_proj.weight": 0.1}
     return next((scale[end] for end in scale if name.endswith(end)), 0.4) * noise
+
+
+# ======================================================================================================================
+# Qwen3.5 with its tower, which is Qwen3-VL's without DeepStack, above a hybrid text model.
+# ======================================================================================================================
+
+SEEING = [
+    qwen3_vl.Qwen3VL(
+        "qwen3_5", architecture="Qwen3_5ForConditionalGeneration", text_names=("qwen3_5_text", "Qwen3_5ForCausalLM"),
+        deep=[], restated=("rope_parameters", "partial_rotary_factor"),
+        parameters={  # without the MTP module
+            "qwen3.5-0.8b": 852_985_920, "qwen3.5-2b": 2_213_241_664, "qwen3.5-4b": 4_539_265_536,
+            "qwen3.5-9b": 9_409_813_744, "qwen3.5-27b": 27_356_728_560, "qwen3.5-35b-a3b": 35_107_181_936,
+            "qwen3.5-122b-a10b": 122_562_817_776, "qwen3.5-397b-a17b": 396_802_360_816, "qwen3.6-27b": 27_356_728_560,
+            "qwen3.6-35b-a3b": 35_107_181_936, "qwen3.8-27b": 27_356_728_560,
+        },
+        layer_types=["linear_attention", "full_attention"] * 2, num_hidden_layers=4,
+    )
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gemma 4's vision towers: images keep their shape, and a square of patches becomes one token.
+"""Gemma 4's vision towers: an image of any shape becomes up to 280 tokens, one for each square of 48 x 48 pixels.
 
 The tower of E2B, E4B, 26B-A4B and 31B is a transformer over the patches of an image, which all see each other. Learned
 positions, and rotary ones of two axes, tell it where a patch is. 12B has no transformer: it projects the pixels of a

@@ -1,7 +1,7 @@
-"""Llama 4's vision tower (Meta, 2025): a transformer over the patches of a tile, and an adapter that makes four of them
-one feature.
+"""Llama 4's vision tower (Meta, 2025): each tile of 336 x 336 pixels becomes 144 tokens.
 
-An image is cut into tiles of one size, and the tower reads each by itself. A tile's patches and a class token behind
+It is a transformer over the patches of a tile, and an adapter that makes four of them one feature. An image is cut into
+tiles of one size, and the tower reads each by itself. A tile's patches and a class token behind
 them all see each other. Each has a learned vector for its place; and half of each head's features turn with the patch's
 column, half with its row, as Llama's do with the position (`InterleavedRotary`). The class token does not turn.
 """

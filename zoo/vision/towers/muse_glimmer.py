@@ -1,8 +1,10 @@
-"""Muse Glimmer's vision tower (Meta, 2026): a transformer over the patches of pictures of any shape.
+"""Muse Glimmer's vision tower (Meta, 2026): a picture of any shape within 4,096 squares of 28 x 28 pixels becomes a
+token for each square.
 
-A patch has two frames, which of an image are the same one. Three of four layers attend within windows of 32 x 32
-patches; the others, and the last, attend to the whole picture. A patch's place is told twice: by learned vectors of a
-grid of places, resampled to the picture's shape, and by rotary positions. Four neighbouring patches become one feature.
+It is a transformer over patches. A patch has two frames, which of an image are the same one. Three of four layers
+attend within windows of 32 x 32 patches; the others, and the last, attend to the whole picture. A patch's place is told
+twice: by learned vectors of a grid of places, resampled to the picture's shape, and by rotary positions. Four
+neighbouring patches become one feature.
 """
 
 import dataclasses

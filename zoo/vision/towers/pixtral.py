@@ -1,7 +1,8 @@
-"""Pixtral's vision tower (arXiv:2410.07073), as in Mistral Small 3.1 and 3.2: images keep their size and shape.
+"""Pixtral's vision tower (arXiv:2410.07073): an image of any shape within 1540 x 1540 pixels becomes a token for each
+28 x 28 of them, and one at the end of each row.
 
-A transformer over the patches of a picture, which all see each other. Rotary positions of two axes tell it where a
-patch is: half of a head's pairs turn with the row, and half with the column.
+It is a transformer over the patches of a picture, which all see each other. Rotary positions of two axes tell it where
+a patch is: half of a head's pairs turn with the row, and half with the column.
 """
 
 import dataclasses

@@ -1,9 +1,10 @@
-"""Qwen3-VL's vision tower (arXiv:2511.21631), and Qwen3.5's: a transformer over the patches of pictures of any shape.
+"""Qwen3-VL's vision tower (arXiv:2511.21631), and Qwen3.5's: a picture of any shape becomes a token for each 32 x 32
+pixels.
 
-A patch has two frames, which of an image are the same one. Its place is told twice: by learned vectors of a square of
-places, interpolated to the picture's shape, and by rotary positions along rows and columns. Four neighbouring patches
-become one feature of the text model. DeepStack (arXiv:2406.04334) makes further features in the same way of what some
-layers in between give, which the text model adds after its first layers.
+It is a transformer over patches. A patch has two frames, which of an image are the same one. Its place is told twice:
+by learned vectors of a square of places, interpolated to the picture's shape, and by rotary positions along rows and
+columns. Four neighbouring patches become one feature of the text model. DeepStack (arXiv:2406.04334) makes further
+features in the same way of what some layers in between give, which the text model adds after its first layers.
 
 In the text a feature has three rotary coordinates (`with_coordinates`): where its picture begins, its row and its
 column. Both families nest their config.json alike (`flat`, `nested`).

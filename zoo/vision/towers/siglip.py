@@ -1,6 +1,8 @@
-"""SigLIP's vision tower (arXiv:2303.15343), as in Gemma 3: a transformer over the patches of an image of a fixed size.
+"""SigLIP's vision tower (arXiv:2303.15343): 896 x 896 pixels become Gemma 3's 256 tokens, which see each other both
+ways.
 
-All patches see each other. Each patch has a learned vector for its place, so images of another size are resized first.
+It is a transformer over the patches of an image of a fixed size, which all see each other. Each patch has a learned
+vector for its place, so images of another size are resized first.
 """
 
 import dataclasses

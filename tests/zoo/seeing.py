@@ -1,15 +1,13 @@
-"""Tiny random checkpoints of models that take images, beside the text models of `tests.zoo.tiny`.
+"""The contract of tiny checkpoints that take images. `SEEING` in a family's module of `tests.zoo.tiny` lists them.
 
-Each module here is a family, and its `CHECKPOINTS` contain the differences. tests/zoo/test_vision.py tests one contract
-for all of them. golden/vision/FAMILY.npz has transformers' results; `python -m tests.zoo.make_golden_vision` writes it.
+tests/zoo/test_vision.py tests all of them. golden/vision/FAMILY.npz has transformers' results; `python -m
+tests.zoo.make_golden_vision` writes it.
 """
 
 import abc
 import dataclasses
-import importlib
 import json
 import pathlib
-import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,13 +16,12 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 
-from tests.zoo import tiny
 from zoo import registry
 from zoo.nn.model import Family, Images
 from zoo.text.tokenizer import Tokenizer
 
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "vision"
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "vision"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,18 +198,6 @@ def add_chat(folder: pathlib.Path, characters: str, special: Mapping[str, int], 
         (folder / f"{name}.json").write_text(json.dumps(content))
 
 
-def filled(shapes: Mapping[str, tuple[int, ...]], random: np.random.RandomState, values: Any = tiny.values) -> dict:
-    """Returns random float32 tensors of these names and shapes."""
-    make = lambda name, shape: np.asarray(values(name, random.standard_normal(shape)), np.float32)
-    return {name: make(name, shape) for name, shape in sorted(shapes.items())}
-
-
-def first_layers(name: str, layers: int) -> dict[str, np.ndarray]:
-    """Returns the tensors of a text model of tests/zoo/tiny without those of later layers."""
-    later = tuple(f"model.layers.{n}." for n in range(layers, tiny.CONFIGS[name]["num_hidden_layers"]))
-    return {f"language_model.{key}": x for key, x in tiny.tensors(name).items() if not key.startswith(later)}
-
-
 def patches(pixels: np.ndarray) -> np.ndarray:
     """Cuts pictures [n, channels, height, width] into patches of 2 x 2 pixels: [n, patches, channels * 2 * 2]."""
     n, channels, height, width = pixels.shape
@@ -233,9 +218,3 @@ def text(said: str) -> dict[str, Any]:
 def ask(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns a chat of one user message."""
     return [{"role": "user", "content": list(parts)}]
-
-
-MODULES = {info.name: importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)}
-CHECKPOINTS: dict[str, Checkpoint] = {
-    checkpoint.name: checkpoint for module in MODULES.values() for checkpoint in module.CHECKPOINTS
-}
