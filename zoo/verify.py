@@ -75,13 +75,13 @@ class Recorder(eqx.Module):
         x: Float[Array, "batch seq embed"],
         cache: None,
         at: Tokens,
-        each: Float[Array, "layers batch seq dim"] | None = None,
+        own_inputs: Float[Array, "layers batch seq dim"] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], None, Reports]:
-        run = eqx.filter_jit(lambda block, x, own, shared: run_block(block, x, cache, at, own, shared))
+        run = eqx.filter_jit(lambda block, x, own_input, shared: run_block(block, x, cache, at, own_input, shared))
         outputs, shared = [], {}
         for n, block in enumerate(self.blocks()):
-            x, _, _, left = run(block, x, None if each is None else each[n], shared)
-            shared |= left
+            x, _, _, handed_on = run(block, x, None if own_inputs is None else own_inputs[n], shared)
+            shared |= handed_on
             outputs.append(x)
         return x, None, (tuple(outputs),)
 

@@ -228,45 +228,45 @@ def test_an_encoder_has_no_cache():
 
 
 class Sharing(AbstractSharingBlock, AbstractDecoderBlock):
-    """A layer that adds its own input, and what a layer that leaves its features has left, times its weight."""
+    """A layer that adds its own input, and the features that a layer has handed on, times its weight."""
 
     weight: jax.Array
-    leaves: bool = eqx.field(static=True)
+    hands_on: bool = eqx.field(static=True)
 
-    def run(self, x, cache, at, own, shared):
+    def run(self, x, cache, at, own_input, shared):
         seen = shared["features"] if "features" in shared else jnp.zeros_like(x)
-        y = jnp.tanh(x * jnp.broadcast_to(self.weight, x.shape) + own + seen)
-        return y, cache, None, {"features": y} if self.leaves else {}
+        y = jnp.tanh(x * jnp.broadcast_to(self.weight, x.shape) + own_input + seen)
+        return y, cache, None, {"features": y} if self.hands_on else {}
 
     def init_cache(self, layers, batch, length, dtype):
         return caches.NoCache(jnp.array(0, jnp.int32))
 
 
-def sharing_stack(leaving):
-    make = lambda n, *, key: Sharing(jax.random.normal(key, (16,)), leaving[n])
-    return Stack(make, leaving, key=jax.random.key(0))
+def sharing_stack(hands_on):
+    make = lambda n, *, key: Sharing(jax.random.normal(key, (16,)), hands_on[n])
+    return Stack(make, hands_on, key=jax.random.key(0))
 
 
-X, EACH = jax.random.normal(jax.random.key(1), (2, 3, 16)), jax.random.normal(jax.random.key(2), (11, 2, 3, 16))
+X, OWN = jax.random.normal(jax.random.key(1), (2, 3, 16)), jax.random.normal(jax.random.key(2), (11, 2, 3, 16))
 
 
-def test_layers_leave_something_for_later_ones():
-    """The layer that leaves its features is between two runs that repeat; those of the second read them."""
+def test_layers_hand_something_on():
+    """The layer that hands its features on is between two runs that repeat; those of the second read them."""
     stack = sharing_stack([False] * 5 + [True] + [False] * 5)
     assert stack.runs == ((1, 5), (1, 1), (1, 5))
-    wanted, _, outputs = Recorder(stack)(X, None, Tokens(), each=EACH)  # layer by layer
+    wanted, _, outputs = Recorder(stack)(X, None, Tokens(), own_inputs=OWN)  # layer by layer
     kept = stack.init_cache(2, 3, jnp.float32)
-    for found in (stack(X, each=EACH)[0], stack(X, kept, each=EACH)[0]):
+    for found in (stack(X, own_inputs=OWN)[0], stack(X, kept, own_inputs=OWN)[0]):
         np.testing.assert_allclose(found, wanted, atol=1e-6)
-    gradient = jax.grad(lambda x, stack: jnp.sum(stack(x, each=EACH)[0] ** 2))
+    gradient = jax.grad(lambda x, stack: jnp.sum(stack(x, own_inputs=OWN)[0] ** 2))
     np.testing.assert_allclose(gradient(X, stack), gradient(X, stack.with_remat(jax.checkpoint)), atol=1e-6)
-    without = sharing_stack([False] * 11)(X, each=EACH)[0]
+    without = sharing_stack([False] * 11)(X, own_inputs=OWN)[0]
     assert len(outputs[0]) == 11 and np.abs(without - wanted).max() > 0.1  # so this test can fail
 
 
-def test_layers_that_repeat_leave_nothing(untyped):
-    with pytest.raises(ValueError, match="Layers leave features and repeat: give those that leave it a kind of their"):
-        sharing_stack([True] * 11)(X, each=EACH)
+def test_layers_that_repeat_hand_nothing_on(untyped):
+    with pytest.raises(ValueError, match="Layers hand on features and repeat: give those that hand it on a kind of"):
+        sharing_stack([True] * 11)(X, own_inputs=OWN)
 
 
 def test_there_is_no_pipeline_for_them(untyped):
@@ -274,4 +274,4 @@ def test_there_is_no_pipeline_for_them(untyped):
         jax.set_mesh(zoo.make_mesh("stage=2", jax.devices()[:2])),
         pytest.raises(ValueError, match="There is no pipeline for layers that have inputs of their own"),
     ):
-        sharing_stack([False] * 10)(X, each=EACH[:10])
+        sharing_stack([False] * 10)(X, own_inputs=OWN[:10])

@@ -360,10 +360,8 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
     },
     # In files with a vision tower, the text model's names begin otherwise.
     beginnings={"vision": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}},
-    # Beginnings in such files -> those that `checkpoint_names` gives: of the first release, transformers 4.52 and 5.
+    # Other beginnings in such files -> those that `checkpoint_names` gives: of transformers 4.52 and 5.
     aliases={
-        "language_model.model.": "model.",
-        "language_model.lm_head.": "lm_head.",
         "model.language_model.": "model.",
         "model.multi_modal_projector.": "multi_modal_projector.",
         "model.vision_tower.vision_model.": "vision_tower.vision_model.",

@@ -12,8 +12,8 @@ one. The towers of E2B, E4B and 12B that take sound are not implemented: their t
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -38,49 +38,15 @@ from zoo.nn.layers import (
     rms_normalized,
     times,
 )
-from zoo.nn.model import (
-    AbstractMixtureConfig,
-    AbstractVisionModel,
-    Family,
-    Images,
-    OneOf,
-    Released,
-    causal_keys,
-)
+from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
 from zoo.nn.rope import ProportionalRotary, Rotary
 from zoo.nn.routing import Router
 from zoo.nn.stack import AbstractDecoderBlock, AbstractSharingBlock, Caches, Reports, Shared, Stack
-from zoo.vision.model import AbstractVision, AbstractVisionConfig, AbstractVisionKeys, Nested, by_parts
-from zoo.vision.processors.gemma4 import Gemma4
+from zoo.vision.model import AbstractVisionConfig, by_parts
 from zoo.vision.towers import gemma4 as towers
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageKeys(AbstractVisionKeys):
-    """The keys of a multimodal config.json beside its `text_config`."""
-
-    boi_token_id: int = 255_999
-    image_token_id: int = 258_880
-    eoi_token_id: int = 258_882
-    video_token_id: int = 258_884
-
-
-@dataclasses.dataclass(frozen=True)
-class VisionConfig(ImageKeys):
-    """These keys of a model with a tower."""
-
-    tower: towers.Config
-    vision_soft_tokens_per_image: int = 280  # nothing depends on it
-
-
-@dataclasses.dataclass(frozen=True)
-class UnifiedVisionConfig(ImageKeys):
-    """These keys of 12B."""
-
-    tower: towers.EmbedderConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +99,7 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     tie_word_embeddings: bool = True
     attention_bias: bool = False
     use_bidirectional_attention: Literal["vision"] | None = None  # whether an image's tokens see each other both ways
-    vision: VisionConfig | UnifiedVisionConfig | None = None
+    vision: towers.VisionConfig | towers.UnifiedVisionConfig | None = None
 
     def __post_init__(self):
         c, layers = self, range(self.num_hidden_layers)
@@ -195,17 +161,15 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
 FIVE_OF_SIX, FOUR_OF_FIVE = (*(SLIDING,) * 5, FULL), (*(SLIDING,) * 4, FULL)
 SMALL_TOWER = towers.Config(use_clipped_linears=True, global_head_dim=64)
 LARGE_TOWER = towers.Config(1152, 4304, 27, 16, 16, 72, standardize=True, global_head_dim=72)
-SMALL: dict[str, Any] = dict(final_logit_softcapping=30.0, vision=VisionConfig(tower=SMALL_TOWER))
-E2B: dict[str, Any] = SMALL | dict(
-    layer_types=FOUR_OF_FIVE * 7, num_kv_shared_layers=20, use_double_wide_mlp=True,
-)
+SMALL: dict[str, Any] = dict(final_logit_softcapping=30.0, vision=towers.VisionConfig(tower=SMALL_TOWER))
+E2B: dict[str, Any] = SMALL | dict(layer_types=FOUR_OF_FIVE * 7, num_kv_shared_layers=20, use_double_wide_mlp=True)
 E4B: dict[str, Any] = SMALL | dict(layer_types=FIVE_OF_SIX * 7, num_kv_shared_layers=18)
 LARGE: dict[str, Any] = dict(
     attention_k_eq_v=True, hidden_size_per_layer_input=0, final_logit_softcapping=30.0,
-    use_bidirectional_attention="vision", vision=VisionConfig(tower=LARGE_TOWER),
+    use_bidirectional_attention="vision", vision=towers.VisionConfig(tower=LARGE_TOWER),
 )
 A4B: dict[str, Any] = LARGE | dict(enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704)
-UNIFIED: dict[str, Any] = LARGE | dict(vision=UnifiedVisionConfig(tower=towers.EmbedderConfig()))
+UNIFIED: dict[str, Any] = LARGE | dict(vision=towers.UnifiedVisionConfig(tower=towers.EmbedderConfig()))
 #                       hidden    mlp  layers heads  kv  global kv  positions window
 GEMMA4_E2B     = Config(  1536,  6144,     35,    8,  1,      None,    131072,   512, **E2B)
 GEMMA4_E4B     = Config(  2560, 10240,     42,    8,  2,      None,    131072,   512, **E4B)
@@ -258,13 +222,13 @@ class Attention(eqx.Module):
         self.eps = c.rms_norm_eps
         queries, keys = c.num_attention_heads * self.head_dim, c.kv_heads(self.kind) * self.head_dim
         project = lambda outputs, key: Linear(c.hidden_size, outputs, bias=c.attention_bias, key=key)
-        own = not c.reads_shared(layer)
+        has_own = not c.reads_shared(layer)
         self.q_proj = project(queries, q)
-        self.k_proj = project(keys, k) if own else None
-        self.v_proj = project(keys, v) if own and not (c.attention_k_eq_v and self.kind == FULL) else None
+        self.k_proj = project(keys, k) if has_own else None
+        self.v_proj = project(keys, v) if has_own and not (c.attention_k_eq_v and self.kind == FULL) else None
         self.o_proj = Linear(queries, c.hidden_size, bias=c.attention_bias, key=o)
         self.q_norm = Float32RMSNorm(self.head_dim, c.rms_norm_eps)
-        self.k_norm = Float32RMSNorm(self.head_dim, c.rms_norm_eps) if own else None
+        self.k_norm = Float32RMSNorm(self.head_dim, c.rms_norm_eps) if has_own else None
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | NoCache | None, at: Tokens, shared: Shared
@@ -387,9 +351,9 @@ class PerLayerInput(eqx.Module):
         self.post_per_layer_input_norm = Float32RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], own: Float[Array, "batch seq dim"]
+        self, x: Float[Array, "batch seq embed"], vectors: Float[Array, "batch seq dim"]
     ) -> Float[Array, "batch seq embed"]:
-        y = self.per_layer_projection(geglu(self.per_layer_input_gate(x), own))
+        y = self.per_layer_projection(geglu(self.per_layer_input_gate(x), vectors))
         return x + self.post_per_layer_input_norm(y)
 
 
@@ -422,19 +386,19 @@ class Block(AbstractSharingBlock, AbstractDecoderBlock):
         x: Float[Array, "batch seq embed"],
         cache: KV | WindowKV | NoCache | None,
         at: Tokens,
-        own: Float[Array, "batch seq dim"] | None,
+        own_input: Float[Array, "batch seq dim"] | None,
         shared: Shared,
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | NoCache | None, moe.Routing | None, Shared]:
-        y, cache, left = self.self_attn(self.input_layernorm(x), cache, at, shared)
+        y, cache, handed_on = self.self_attn(self.input_layernorm(x), cache, at, shared)
         x = x + self.post_attention_layernorm(y)
         y, routing = self.mlp(self.pre_feedforward_layernorm(x)), None
         if self.mixture is not None:
             y, routing = self.mixture(x, y, at.segments)
         x = x + self.post_feedforward_layernorm(y)
         if self.per_layer is not None:
-            assert own is not None, "the model has embeddings for each layer"
-            x = self.per_layer(x, own)
-        return x * jnp.broadcast_to(jax.lax.stop_gradient(self.layer_scalar), x.shape), cache, routing, left
+            assert own_input is not None, "the model has embeddings for each layer"
+            x = self.per_layer(x, own_input)
+        return x * jnp.broadcast_to(jax.lax.stop_gradient(self.layer_scalar), x.shape), cache, routing, handed_on
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV | NoCache:
         a = self.self_attn
@@ -470,35 +434,13 @@ class PerLayerEmbedding(eqx.Module):
         return jnp.moveaxis(times(self.per_layer_projection_norm(projected) + of_tokens, 2**-0.5), 2, 0)
 
 
-class Vision(AbstractVision):
-    tower: towers.Tower | towers.Embedder
-    projection: AbstractLinear
-    eps: float = eqx.field(static=True)
-    processor: ClassVar[type[Gemma4]] = Gemma4
-
-    def __init__(self, config: VisionConfig | UnifiedVisionConfig, hidden_size: int, *, key: PRNGKeyArray):
-        tower, projection = jax.random.split(key)
-        if isinstance(config, UnifiedVisionConfig):
-            self.tower, width = towers.Embedder(config.tower, key=tower), config.tower.mm_embed_dim
-        else:
-            self.tower, width = towers.Tower(config.tower, key=tower), config.tower.hidden_size
-        self.projection = Linear(width, hidden_size, key=projection)
-        self.eps = config.tower.rms_norm_eps
-
-    def __call__(
-        self, patches: Float[Array, "images patches pixels"], grids: Int[Array, "images 2"]
-    ) -> Float[Array, "images tokens embed"]:
-        x = self.tower(patches, towers.places(grids, patches.shape[1], self.tower.merge_size))
-        return self.projection(rms_normalized(x, self.eps))
-
-
 class Model(AbstractVisionModel):
     embed_tokens: Embedding
     per_layer: PerLayerEmbedding | None
     layers: Stack
     norm: Float32RMSNorm
     lm_head: AbstractLinear | None  # None: tied to embed_tokens
-    vision: Vision | None
+    vision: towers.Vision | None
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: PRNGKeyArray, parts: Sequence[str] = ()):
@@ -511,7 +453,7 @@ class Model(AbstractVisionModel):
         self.layers = Stack(lambda n, *, key: Block(c, n, key=key), kinds, key=layers)
         self.norm = Float32RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, key=head)
-        self.vision = None if c.vision is None else Vision(c.vision, c.hidden_size, key=vision)
+        self.vision = None if c.vision is None else towers.Vision(c.vision, c.hidden_size, key=vision)
 
     def forward(
         self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
@@ -525,71 +467,14 @@ class Model(AbstractVisionModel):
             tokens = jnp.where(images.image < 0, tokens, 0)  # the id of padding
             if self.config.use_bidirectional_attention:
                 at = at._replace(spans=images.image)
-        each = None if self.per_layer is None else self.per_layer(tokens, x)
-        x, cache, reports = self.layers(x, cache, at, each=each)
+        own_inputs = None if self.per_layer is None else self.per_layer(tokens, x)
+        x, cache, reports = self.layers(x, cache, at, own_inputs=own_inputs)
         return self.norm(x), cache, reports
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         logits = self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-# Keys of the text model that are written beside `text_config`.
-OUTSIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version", "eos_token_id")
-NESTED = Nested(
-    VisionConfig,
-    names={"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"},
-    outside=OUTSIDE,
-)
-UNIFIED_NESTED = Nested(
-    UnifiedVisionConfig,
-    names={"architectures": ["Gemma4UnifiedForConditionalGeneration"], "model_type": "gemma4_unified"},
-    outside=OUTSIDE,
-)
-SOUND = ("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")  # is not implemented
-
-
-def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a nested config.json (with a `text_config`), without its keys of sound and without `per_layer_config`.
-
-    Raises:
-        ValueError: from `of_full_layers` and `Nested.flat`.
-    """
-    if "text_config" not in hub:
-        return of_full_layers(hub)
-    nested = UNIFIED_NESTED if hub.get("model_type") == "gemma4_unified" else NESTED
-    # Only the outer tie_word_embeddings counts, and without it embeddings are tied.
-    own = {key: value for key, value in hub.items() if key not in SOUND}
-    return of_full_layers(nested.flat({"tie_word_embeddings": True} | own))
-
-
-def of_full_layers(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring `per_layer_config`, as transformers 5 writes it, back into the keys of full attention of the releases.
-
-    Raises:
-        ValueError: if it says more than the sizes of the full layers' heads, or not the same of all.
-    """
-    text = dict(text)
-    if (stated := text.pop("per_layer_config", None)) is None:
-        return text
-    full = {str(n) for n, kind in enumerate(text.get("layer_types") or ()) if kind == FULL}
-    match [dict(sizes) for sizes in stated.values()]:
-        case [{"head_dim": head, **others}, *_] as each if (
-            stated.keys() == full and others.keys() <= {"num_key_value_heads"} and all(one == each[0] for one in each)
-        ):
-            heads = others.get("num_key_value_heads")
-            return text | dict(global_head_dim=head, num_global_key_value_heads=heads)
-    raise ValueError(
-        f"config.json says per_layer_config={stated!r:.200}; gemma4 needs a head_dim, and perhaps num_key_value_heads, "
-        "of all layers with full attention, the same of all, and of no others."
-    )
-
-
-def published_form(hub: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `standard_form`."""
-    unified = (hub["vision"] or {}).keys() == {field.name for field in dataclasses.fields(UnifiedVisionConfig)}
-    return (UNIFIED_NESTED if unified else NESTED).nested(hub)
 
 
 FAMILY = Family(  # zoo/nn/model.py explains the fields
@@ -599,31 +484,23 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
     configs=CONFIGS,
     model_types=("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
     partition_rules={
-        **{f"vision.tower.{path}": spec for path, spec in towers.PARTITION_RULES.items()},
-        "vision.projection": P("tensor", "fsdp"),
-        "embed_tokens": P("tensor", "fsdp"),
-        "per_layer.embed_tokens_per_layer": P("tensor", "fsdp"),
-        "per_layer.per_layer_model_projection": P("tensor", "fsdp"),
+        **{f"vision.{path}": spec for path, spec in towers.PARTITION_RULES.items()},
+        "*embed_tokens*": P("tensor", "fsdp"),
         "lm_head": P("tensor", "fsdp"),
-        "layers.*.[qkv]_proj": P("tensor", "fsdp"),
-        "layers.*.o_proj": P("fsdp", "tensor"),
-        "layers.*.router.*": P(),
-        "layers.*.experts.gate_up_proj": P("expert", "tensor", "fsdp"),
-        "layers.*.experts.down_proj": P("expert", "fsdp", "tensor"),
-        "layers.*.gate_proj": P("tensor", "fsdp"),
-        "layers.*.up_proj": P("tensor", "fsdp"),
-        "layers.*.down_proj": P("fsdp", "tensor"),
-        "layers.*.per_layer_input_gate": P("tensor", "fsdp"),
-        "layers.*.per_layer_projection": P("fsdp", "tensor"),
-        "layers.*.layer_scalar": P(),
+        "*.router.*": P(),
+        "*.experts.gate_up_proj": P("expert", "tensor", "fsdp"),
+        "*.experts.down_proj": P("expert", "fsdp", "tensor"),
+        "*.down_proj": P("fsdp", "tensor"),
+        "*.o_proj": P("fsdp", "tensor"),
+        "*.per_layer_projection": P("fsdp", "tensor"),
+        "*.per_layer_input_gate": P("tensor", "fsdp"),
+        "*.per_layer_model_projection": P("tensor", "fsdp"),
+        "*_proj": P("tensor", "fsdp"),
+        "*.layer_scalar": P(),
         "*norm*.weight": P(),
     },
     checkpoint_names={
-        "vision.tower.patch_embedder.*": "vision_tower.patch_embedder.{}",
-        "vision.tower.layers.*": "vision_tower.encoder.layers.{}",
-        "vision.tower.std_*": "vision_tower.std_{}",
-        "vision.tower.*": "vision_embedder.{}",
-        "vision.projection.*": "embed_vision.embedding_projection.{}",
+        **towers.CHECKPOINT_NAMES,
         "lm_head.*": "lm_head.{}",
         "per_layer.*": "model.{}",
         "layers.*.per_layer.*": "model.layers.{}.{}",
@@ -631,34 +508,14 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "layers.*.mixture.*": "model.layers.{}.{}",
         "*": "model.{}",
     },
-    # In files with a vision tower, names begin otherwise.
-    beginnings={
-        "vision": {
-            "model.": "model.language_model.",
-            "vision_tower.": "model.vision_tower.",
-            "vision_embedder.": "model.vision_embedder.",
-            "embed_vision.": "model.embed_vision.",
-        }
-    },
-    # Beginnings in such files -> those that `checkpoint_names` gives.
-    aliases={
-        "model.language_model.": "model.",
-        "model.vision_tower.": "vision_tower.",
-        "model.vision_embedder.": "vision_embedder.",
-        "model.embed_vision.": "embed_vision.",
-    },
-    # A copy of another tensor, to which it must be equal; what layers hold that read another one's keys and values; and
-    # what only towers need.
+    beginnings=towers.BEGINNINGS,
+    # A copy of another tensor, to which it must be equal; and what layers hold that read another one's keys and values.
     redundant={
         "lm_head.weight": "model.embed_tokens.weight",
         "model.layers.*.self_attn.k_proj.*": None,
         "model.layers.*.self_attn.k_norm.*": None,
         "model.layers.*.self_attn.v_proj.{config.unused_values}": None,
-        "vision_tower.*": None,
-        "vision_embedder.*": None,
-        "embed_vision.*": None,
-        "model.audio_tower.*": None,
-        "model.embed_audio.*": None,
+        **towers.REDUNDANT,
     },
     parts={"vision": "its vision tower, so that the model takes images"},
     implied={
@@ -666,6 +523,6 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "model_type": OneOf(["gemma4_text", "gemma4_unified_text"]),
         "hidden_activation": "gelu_pytorch_tanh",
     },
-    standard_form=standard_form,
-    published_form=published_form,
+    standard_form=towers.flat,
+    published_form=towers.nested,
 )

@@ -24,14 +24,7 @@ from kernels import Tokens
 from kernels.sums import pick, scaled
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.layers import (
-    AbstractLinear,
-    Embedding,
-    Linear,
-    RMSNorm,
-    rms_normalized,
-    swiglu,
-)
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, rms_normalized, swiglu
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released
 from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling, coordinates
 from zoo.nn.routing import Router
@@ -382,8 +375,6 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
     },
     # In files with a vision tower, the text model's names begin otherwise.
     beginnings={"vision": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}},
-    # Beginnings in such files -> those that `checkpoint_names` gives.
-    aliases={"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
     # A copy of another tensor, to which it must be equal; and what only the part "vision" needs (None).
     redundant={"lm_head.weight": "model.embed_tokens.weight", "vision_model.*": None, "multi_modal_projector.*": None},
     parts={"vision": "the vision tower, so that the model takes images"},

@@ -361,11 +361,8 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "vision_tower.": "model.vision_tower.",
         "multi_modal_projector.": "model.multi_modal_projector.",
     },
-    # Beginnings in files with a vision tower -> those that `checkpoint_names` gives: of the releases, of transformers
-    # 4.52 and 5.
+    # Other beginnings in files with a vision tower -> those that `checkpoint_names` gives: of transformers 4.52 and 5.
     aliases={
-        "language_model.model.": "model.",
-        "language_model.lm_head.": "lm_head.",
         "model.language_model.": "model.",
         "model.vision_tower.": "vision_tower.",
         "model.multi_modal_projector.": "multi_modal_projector.",

@@ -220,7 +220,7 @@ class LatentKV(AbstractCache):
 
 
 class NoCache(AbstractCache):
-    """The cache of a layer that remembers nothing, such as an MLP alone."""
+    """The cache of a layer that keeps nothing between calls, such as an MLP, or attention to another layer's keys."""
 
     layer: Int[Array, ""]
     rewinds: ClassVar[bool] = True

@@ -326,14 +326,17 @@ def times(x: Float[Array, "*batch dim"], factor: float) -> Float[Array, "*batch 
 
 
 def rms_normalized(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch dim"]:
-    """Divides each vector by its root mean square, `sqrt(mean(x**2) + eps)`: `Float32RMSNorm` without a weight."""
+    """Divides each vector by its root mean square (arXiv:1910.07467), as the norms above do but without a weight.
+
+    Computed in float32 and cast back.
+    """
 
     @recomputed
-    def run(x: Array) -> Array:
+    def normalized(x: Array) -> Array:
         y = x.astype(jnp.float32)
         return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
-    return run(x)
+    return normalized(x)
 
 
 @recomputed

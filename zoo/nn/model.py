@@ -359,7 +359,8 @@ class Family:
     repeats, if any. `{config.x}` is the config's x."""
 
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Other beginnings of tensors' names, or patterns of other names, with a `*` -> what `checkpoint_names` gives."""
+    """Other beginnings of tensors' names, or patterns of other names, with a `*` -> what `checkpoint_names` gives. The
+    beginnings in `beginnings` are read, too."""
 
     fused: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     """End of the name of a tensor of all experts -> ends of the names of those that a checkpoint may hold in its place,

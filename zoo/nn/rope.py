@@ -212,6 +212,18 @@ class Rotary(AbstractRotary):
 
 
 @dataclasses.dataclass(frozen=True)
+class ProportionalRotary(AbstractRotary):
+    """`Rotary` of the first `turning` of the dim / 2 frequencies alone; the pairs of the others stay as they are."""
+
+    turning: int = 0
+
+    def __call__(self, x: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]:
+        cos, sin = (turn[..., : self.turning] for turn in self.turns(coordinates(at, x.shape[1])))
+        still = (*((0, 0),) * 3, (0, self.dim // 2 - self.turning))
+        return rotated(x, jnp.pad(cos, still, constant_values=1), jnp.pad(sin, still))
+
+
+@dataclasses.dataclass(frozen=True)
 class MultiAxisRotary(AbstractRotary):
     """`Rotary` where tokens may have coordinates of several axes, `Tokens.rotary` [batch, seq, axes], as the features
     of images have (Qwen2-VL, arXiv:2409.12191). Others stand at the same place along all axes.
@@ -234,18 +246,6 @@ class MultiAxisRotary(AbstractRotary):
         if at.rotary is not None and at.rotary.ndim == 3:
             return rotated(x, *self.turns(at.rotary[..., self.axes]))
         return rotated(x, *self.turns(coordinates(at, x.shape[1])))
-
-
-@dataclasses.dataclass(frozen=True)
-class ProportionalRotary(AbstractRotary):
-    """Rotates the pairs `(x[i], x[i + dim / 2])` of the first `turning` of all dim / 2 frequencies alone."""
-
-    turning: int = 0
-
-    def __call__(self, x: Float[Array, "batch seq heads dim"], at: Tokens) -> Float[Array, "batch seq heads dim"]:
-        cos, sin = (turn[..., : self.turning] for turn in self.turns(coordinates(at, x.shape[1])))
-        still = (*((0, 0),) * 3, (0, self.dim // 2 - self.turning))
-        return rotated(x, jnp.pad(cos, still, constant_values=1), jnp.pad(sin, still))
 
 
 class InterleavedRotary(AbstractRotary):

@@ -92,11 +92,15 @@ class AbstractDecoderBlock(AbstractBlock):
 
 
 Shared = Mapping[str, Any]
-"""Trees of arrays that layers leave for later ones in one call, by name, such as keys and values."""
+"""Trees of arrays by name, such as keys and values, which layers hand on to later layers within one call."""
 
 
 class AbstractSharingBlock(AbstractBlock):
-    """A layer that reads more than features: an input of its own, and what earlier layers have left for it."""
+    """A layer that reads more than features: an input that it alone gets, and what earlier layers hand on to it.
+
+    Gemma 4's layers do: each gets a vector of its own for every token, and the last ones read the keys and values of
+    earlier layers. A layer that hands something on needs a kind of its own, so that it is in no run that repeats.
+    """
 
     @abc.abstractmethod
     def run(
@@ -104,17 +108,17 @@ class AbstractSharingBlock(AbstractBlock):
         x: Float[Array, "batch seq embed"],
         cache: AbstractCache | None,
         at: Tokens,
-        own: Float[Array, "batch seq dim"] | None,
+        own_input: Float[Array, "batch seq dim"] | None,
         shared: Shared,
     ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report, Shared]:
-        """Returns what a block does, and what this layer leaves for later ones.
+        """Returns what a block does, and what this layer hands on to later ones.
 
         Args:
             x: features.
             cache: the layer's. None: these tokens are all there is.
             at: where the tokens stand.
-            own: the layer's entry of the stack's `each`; None: the stack was given none.
-            shared: what earlier layers have left in this call.
+            own_input: this layer's part of the stack's `own_inputs`; None: the stack was given none.
+            shared: what earlier layers have handed on in this call.
         """
 
     def __call__(
@@ -128,12 +132,12 @@ def run_block(
     x: Float[Array, "batch seq embed"],
     cache: AbstractCache | None,
     at: Tokens,
-    own: Float[Array, "batch seq dim"] | None,
+    own_input: Float[Array, "batch seq dim"] | None,
     shared: Shared,
 ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report, Shared]:
-    """Runs a layer of either kind, as `AbstractSharingBlock.run` does. Other layers leave nothing."""
+    """Runs a layer of either kind, as `AbstractSharingBlock.run` does. Other layers hand nothing on."""
     if isinstance(block, AbstractSharingBlock):
-        return block.run(x, cache, at, own, shared)
+        return block.run(x, cache, at, own_input, shared)
     return *block(x, cache, at), {}
 
 
@@ -243,7 +247,7 @@ class Stack(eqx.Module):
         cache: Caches | None = None,
         at: Tokens = Tokens(),  # noqa: B008 (a value)
         after: Sequence[Float[Array, "batch seq embed"]] = (),
-        each: Float[Array, "layers batch seq dim"] | None = None,
+        own_inputs: Float[Array, "layers batch seq dim"] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         """Runs every layer. Returns `x`, the new cache (None without one), and the layers' reports.
 
@@ -257,16 +261,16 @@ class Stack(eqx.Module):
             at: where the tokens stand.
             after: is added to the features after each of the first layers (DeepStack, arXiv:2406.04334). A model gives
                 these layers kinds of their own, so that none of them is in a run that repeats.
-            each: an input of each layer alone, for layers that are an `AbstractSharingBlock`.
+            own_inputs: an input for each layer, for layers that are an `AbstractSharingBlock`.
 
         Raises:
             ValueError: for a cache where there are stages; if `after` has more entries than there are layers before the
-                first run that repeats; if a layer in such a run leaves something for later ones, of which there would
-                be several; or if layers that are shared between stages have `each`, or were left something.
+                first run that repeats; if a layer in such a run hands something on, of which there would be several; or
+                if layers that are split over stages have `own_inputs`, or are handed something.
         """
         # Where `x` is no tracer nothing compiles this call, and its scans would be traced and compiled every time.
         run = Stack._run if isinstance(x, Tracer) else _compiled
-        return run(self, x, cache, at, tuple(after), each)
+        return run(self, x, cache, at, tuple(after), own_inputs)
 
     def _run(
         self,
@@ -274,7 +278,7 @@ class Stack(eqx.Module):
         cache: Caches | None,
         at: Tokens,
         after: tuple[Float[Array, "batch seq embed"], ...],
-        each: Float[Array, "layers batch seq dim"] | None,
+        own_inputs: Float[Array, "layers batch seq dim"] | None,
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         if cache is not None and mesh.split(mesh.STAGE) > 1:
             raise ValueError("There is no pipeline for decoding: use a mesh without stage, such as tensor=8, for that.")
@@ -289,23 +293,23 @@ class Stack(eqx.Module):
         none = lambda blocks: (None,) * len(blocks)
         caches: Any = (none(self.head), none(self.period), none(self.tail)) if cache is None else cache
         head_cache, period_cache, tail_cache = caches
-        of = lambda layers: None if each is None else each[layers.start : layers.stop]
-        own = of(range(len(self.head)))
+        inputs_of = lambda layers: None if own_inputs is None else own_inputs[layers.start : layers.stop]
+        own = inputs_of(range(len(self.head)))
         x, head_cache, head_reports, shared = _run_blocks(self.head, x, head_cache, at, own, {}, remat, after)
         written, period_reports = (), ()
         for layers, blocks, repeats in scans:
-            period, own, added = self.period[blocks.start : blocks.stop], of(layers), after[layers.start :]
+            period, own, added = self.period[blocks.start : blocks.stop], inputs_of(layers), after[layers.start :]
             if cache is None:
-                x, reports, left = _scan(period, repeats, x, at, own, shared, remat, added)
+                x, reports, handed_on = _scan(period, repeats, x, at, own, shared, remat, added)
             else:
                 old = period_cache[blocks.start : blocks.stop]
-                x, new, reports, left = _scan_with_caches(period, repeats, x, old, at, own, shared, added)
+                x, new, reports, handed_on = _scan_with_caches(period, repeats, x, old, at, own, shared, added)
                 written += new
             period_reports += reports
-            shared = {**shared, **left}
+            shared = {**shared, **handed_on}
         last = range(self.num_layers - len(self.tail), self.num_layers)
-        after = after[last.start :]
-        x, tail_cache, tail_reports, _ = _run_blocks(self.tail, x, tail_cache, at, of(last), shared, remat, after)
+        own, added = inputs_of(last), after[last.start :]
+        x, tail_cache, tail_reports, _ = _run_blocks(self.tail, x, tail_cache, at, own, shared, remat, added)
         new_cache = None if cache is None else (head_cache, written, tail_cache)
         return split_tokens(x), new_cache, (head_reports, period_reports, tail_reports)
 
@@ -334,7 +338,7 @@ def _run_layer(
     block: AbstractBlock,
     cache: AbstractCache | None,
     at: Tokens,
-    own: Float[Array, "batch seq dim"] | None,
+    own_input: Float[Array, "batch seq dim"] | None,
     shared: Shared,
     x: Float[Array, "batch seq embed"],
 ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report, Shared]:
@@ -344,8 +348,8 @@ def _run_layer(
     layer gets them gathered along "tensor", over which it splits its own heads and features.
     """
     x = checkpoint_name(spread_tokens(x), LAYER_INPUT)
-    x, cache, report, left = run_block(block, split_tokens(x), cache, at, own, shared)
-    return spread_tokens(x), cache, report, left
+    x, cache, report, handed_on = run_block(block, split_tokens(x), cache, at, own_input, shared)
+    return spread_tokens(x), cache, report, handed_on
 
 
 def _run_blocks(
@@ -353,25 +357,25 @@ def _run_blocks(
     x: Float[Array, "batch seq embed"],
     caches: Sequence[AbstractCache | None],
     at: Tokens,
-    each: Float[Array, "layers batch seq dim"] | None,
+    own_inputs: Float[Array, "layers batch seq dim"] | None,
     shared: Shared,
     remat: Remat | None,
     after: Sequence[Float[Array, "batch seq embed"]],
 ) -> tuple[Float[Array, "batch seq embed"], tuple[Any, ...], tuple[Report, ...], Shared]:
     """Runs blocks one by one, each within `remat`, and adds `after[n]` to the features after `blocks[n]`.
 
-    Returns `x`, the new caches, the blocks' reports, and what they leave for later ones.
+    Returns `x`, the new caches, the blocks' reports, and what they hand on to later layers.
     """
-    new, reports, left = [], [], {}
+    new, reports, handed_on = [], [], {}
     for n, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
-        own = None if each is None else each[n]
-        layer = functools.partial(_run_layer, block, cache, at, own, {**shared, **left})
-        x, cache, report, of_layer = remat(layer)(x) if remat else layer(x)
+        own_input = None if own_inputs is None else own_inputs[n]
+        layer = functools.partial(_run_layer, block, cache, at, own_input, {**shared, **handed_on})
+        x, cache, report, by_layer = remat(layer)(x) if remat else layer(x)
         x = spread_tokens(x + after[n]) if n < len(after) else x
         new.append(cache)
         reports.append(report)
-        left.update(of_layer)
-    return x, tuple(new), tuple(reports), left
+        handed_on.update(by_layer)
+    return x, tuple(new), tuple(reports), handed_on
 
 
 def _scan(
@@ -379,14 +383,14 @@ def _scan(
     repeats: int,
     x: Float[Array, "batch seq embed"],
     at: Tokens,
-    each: Float[Array, "layers batch seq dim"] | None,
+    own_inputs: Float[Array, "layers batch seq dim"] | None,
     shared: Shared,
     remat: Remat | None,
     after: Sequence[Float[Array, "batch seq embed"]],
 ) -> tuple[Float[Array, "batch seq embed"], tuple[Report, ...], Shared]:
     """Runs a period `repeats` times, with other weights each time. Stages share the repeats if they divide them.
 
-    Returns `x`, the stacked reports of each of the period's blocks, and what they leave for later ones.
+    Returns `x`, the stacked reports of each of the period's blocks, and what they hand on to later layers.
     """
     arrays, static = eqx.partition(period, eqx.is_array)
     # Where XLA eliminates common subexpressions, it may merge what the backward pass computes again with the forward
@@ -402,19 +406,19 @@ def _scan(
             weights, own = of_repeat
             blocks = eqx.combine(weights, static)
             none = (None,) * len(blocks)
-            rows, _, reports, left = _run_blocks(blocks, rows, none, rows_at, own, shared, remat, after)
-            return rows, (reports, _left_once(left, repeats))
+            rows, _, reports, handed_on = _run_blocks(blocks, rows, none, rows_at, own, shared, remat, after)
+            return rows, (reports, _once(handed_on, repeats))
 
-        return jax.lax.scan(one, rows, (weights, _by_repeat(each, repeats)))
+        return jax.lax.scan(one, rows, (weights, _by_repeat(own_inputs, repeats)))
 
     stages = mesh.split(mesh.STAGE)
     if stages == 1 or repeats % stages:
-        x, (reports, left) = run(arrays, x, at)
-        return x, reports, _of_one_repeat(left)
-    if each is not None or shared:
+        x, (reports, handed_on) = run(arrays, x, at)
+        return x, reports, _of_one_repeat(handed_on)
+    if own_inputs is not None or shared:
         raise ValueError(
-            "There is no pipeline for layers that have inputs of their own, or read what earlier ones left for them, "
-            "such as keys and values: use a mesh without stage."
+            "There is no pipeline for layers that have inputs of their own, or read what earlier ones hand on, such as "
+            "keys and values: use a mesh without stage."
         )
     x, (reports, _) = pipeline(run, arrays, x, at)
     return x, reports, {}
@@ -426,7 +430,7 @@ def _scan_with_caches(
     x: Float[Array, "batch seq embed"],
     caches: tuple[AbstractCache, ...],
     at: Tokens,
-    each: Float[Array, "layers batch seq dim"] | None,
+    own_inputs: Float[Array, "layers batch seq dim"] | None,
     shared: Shared,
     after: Sequence[Float[Array, "batch seq embed"]],
 ) -> tuple[Float[Array, "batch seq embed"], tuple[AbstractCache, ...], tuple[Report, ...], Shared]:
@@ -444,31 +448,32 @@ def _scan_with_caches(
         caches = tuple(eqx.tree_at(lambda c: c.layer, cache, repeat) for cache in caches)
         references = jax.tree.map(lambda stack: Stacked(stack, repeat), whole)
         blocks = eqx.combine(references, sliced, static, is_leaf=lambda node: isinstance(node, Stacked))
-        x, caches, reports, left = _run_blocks(blocks, x, caches, at, own, shared, None, after)
-        return (x, caches), (reports, _left_once(left, repeats))
+        x, caches, reports, handed_on = _run_blocks(blocks, x, caches, at, own, shared, None, after)
+        return (x, caches), (reports, _once(handed_on, repeats))
 
-    of_repeats = (jnp.arange(repeats), scanned, _by_repeat(each, repeats))
-    (x, caches), (reports, left) = jax.lax.scan(one, (x, caches), of_repeats)
-    return x, caches, reports, _of_one_repeat(left)
+    of_repeats = (jnp.arange(repeats), scanned, _by_repeat(own_inputs, repeats))
+    (x, caches), (reports, handed_on) = jax.lax.scan(one, (x, caches), of_repeats)
+    return x, caches, reports, _of_one_repeat(handed_on)
 
 
 def _by_repeat(
-    each: Float[Array, "layers batch seq dim"] | None, repeats: int
+    own_inputs: Float[Array, "layers batch seq dim"] | None, repeats: int
 ) -> Float[Array, "repeats period batch seq dim"] | None:
     """Groups the inputs of a run's layers by repeat."""
-    return None if each is None else each.reshape(repeats, -1, *each.shape[1:])
+    return None if own_inputs is None else own_inputs.reshape(repeats, -1, *own_inputs.shape[1:])
 
 
-def _left_once(left: Shared, repeats: int) -> Shared:
-    """Raises ValueError if layers that repeat leave something, since every repeat would."""
-    if left and repeats > 1:
-        raise ValueError(f"Layers leave {', '.join(left)} and repeat: give those that leave it a kind of their own.")
-    return left
+def _once(handed_on: Shared, repeats: int) -> Shared:
+    """Returns what layers hand on. Raises ValueError if they repeat, since every repeat would hand it on."""
+    if handed_on and repeats > 1:
+        names = ", ".join(handed_on)
+        raise ValueError(f"Layers hand on {names} and repeat: give those that hand it on a kind of their own.")
+    return handed_on
 
 
-def _of_one_repeat(left: Shared) -> Shared:
-    """Removes the axis of repeats, of which there is one."""
-    return jax.tree.map(lambda a: a[0], left)
+def _of_one_repeat(handed_on: Shared) -> Shared:
+    """Removes the axis of repeats, which has one."""
+    return jax.tree.map(lambda a: a[0], handed_on)
 
 
 def _repetition(kinds: Int[np.ndarray, " layers"]) -> tuple[int, int, int]:

@@ -125,12 +125,14 @@ def match_wildcards(pattern: str, text: str) -> tuple[str, ...]:
 def standard_names(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Rename tensors to the names that the family writes, and join the tensors of single experts.
 
-    Of the prefixes and patterns in the family's `aliases`, the first that fits is replaced. Tensors of single experts
-    that its `fused` lists are read as one `Fused` tensor.
+    Of the prefixes in the family's `beginnings`, and the prefixes and patterns in its `aliases`, the first that fits is
+    replaced. Tensors of single experts that its `fused` lists are read as one `Fused` tensor.
     """
+    beginnings = {new: old for names in family.beginnings.values() for old, new in names.items()}
+    standard = {**beginnings, **family.aliases}
 
     def rename(name: str) -> str:
-        for old, new in family.aliases.items():
+        for old, new in standard.items():
             if "*" in old and (matched := match_wildcards(old, name)):
                 return new.format(*matched)
             if name.startswith(old):

@@ -6,6 +6,7 @@ square (`Embedder`).
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import equinox as eqx
@@ -20,7 +21,8 @@ from kernels.sums import lookup
 from zoo.nn.layers import AbstractLinear, Float32RMSNorm, LayerNorm, Linear, geglu, rms_normalized
 from zoo.nn.rope import AbstractRotary, rotated
 from zoo.nn.stack import AbstractBlock, Stack
-from zoo.vision.model import AbstractTowerConfig
+from zoo.vision.model import AbstractTowerConfig, AbstractVision, AbstractVisionKeys, Nested
+from zoo.vision.processors.gemma4 import Gemma4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +107,31 @@ class EmbedderConfig(AbstractTowerConfig):
     @property
     def pixels(self) -> int:
         return 3 * self.patch_size**2
+
+
+@dataclasses.dataclass(frozen=True)
+class _VisionKeys(AbstractVisionKeys):
+    """The keys of a multimodal config.json beside its `text_config`."""
+
+    boi_token_id: int = 255_999
+    image_token_id: int = 258_880
+    eoi_token_id: int = 258_882
+    video_token_id: int = 258_884
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig(_VisionKeys):
+    """These keys of a model with a tower."""
+
+    tower: Config
+    vision_soft_tokens_per_image: int = 280  # nothing depends on it
+
+
+@dataclasses.dataclass(frozen=True)
+class UnifiedVisionConfig(_VisionKeys):
+    """These keys of 12B."""
+
+    tower: EmbedderConfig
 
 
 class ClippedLinear(eqx.Module):
@@ -335,18 +362,111 @@ def places(grids: Int[Array, "pictures 2"], patches: int, merge_size: int) -> To
     return Tokens(segments=inside.astype(jnp.int32), rotary=jnp.stack([rows, columns], axis=-1))
 
 
-PARTITION_RULES = {  # under the tower's path
-    "patch_embedder.input_proj": P("tensor", "fsdp"),
-    "patch_embedder.position_embedding_table": P(),
-    "layers.*.[qkv]_proj.linear": P("tensor", "fsdp"),
-    "layers.*.o_proj.linear": P("fsdp", "tensor"),
-    "layers.*.gate_proj.linear": P("tensor", "fsdp"),
-    "layers.*.up_proj.linear": P("tensor", "fsdp"),
-    "layers.*.down_proj.linear": P("fsdp", "tensor"),
-    "layers.*put_m*": P(),
-    "std_*": P(),
-    "patch_dense": P("tensor", "fsdp"),
-    "patch_ln*": P(),
-    "pos_*": P(),
-    "*norm.weight": P(),
+class Vision(AbstractVision):
+    """A tower, whose features are normalised and projected to the width of the text model."""
+
+    tower: Tower | Embedder
+    projection: AbstractLinear
+    eps: float = eqx.field(static=True)
+    processor: ClassVar[type[Gemma4]] = Gemma4
+
+    def __init__(self, config: VisionConfig | UnifiedVisionConfig, hidden_size: int, *, key: PRNGKeyArray):
+        tower, projection = jax.random.split(key)
+        if isinstance(config, UnifiedVisionConfig):
+            self.tower, width = Embedder(config.tower, key=tower), config.tower.mm_embed_dim
+        else:
+            self.tower, width = Tower(config.tower, key=tower), config.tower.hidden_size
+        self.projection = Linear(width, hidden_size, key=projection)
+        self.eps = config.tower.rms_norm_eps
+
+    def __call__(
+        self, patches: Float[Array, "pictures patches pixels"], grids: Int[Array, "pictures 2"]
+    ) -> Float[Array, "pictures tokens embed"]:
+        x = self.tower(patches, places(grids, patches.shape[1], self.tower.merge_size))
+        return self.projection(rms_normalized(x, self.eps))
+
+
+PARTITION_RULES = {  # under "vision"
+    "projection": P("tensor", "fsdp"),
+    "tower.patch_embedder.input_proj": P("tensor", "fsdp"),
+    "tower.patch_embedder.position_embedding_table": P(),
+    "tower.layers.*.[qkv]_proj.linear": P("tensor", "fsdp"),
+    "tower.layers.*.o_proj.linear": P("fsdp", "tensor"),
+    "tower.layers.*.gate_proj.linear": P("tensor", "fsdp"),
+    "tower.layers.*.up_proj.linear": P("tensor", "fsdp"),
+    "tower.layers.*.down_proj.linear": P("fsdp", "tensor"),
+    "tower.layers.*put_m*": P(),
+    "tower.std_*": P(),
+    "tower.patch_dense": P("tensor", "fsdp"),
+    "tower.patch_ln*": P(),
+    "tower.pos_*": P(),
+    "tower.*norm.weight": P(),
 }
+
+# Names of tensors in checkpoints: of the tower, and of the text model beside it.
+CHECKPOINT_NAMES = {
+    "vision.tower.patch_embedder.*": "vision_tower.patch_embedder.{}",
+    "vision.tower.layers.*": "vision_tower.encoder.layers.{}",
+    "vision.tower.std_*": "vision_tower.std_{}",
+    "vision.tower.*": "vision_embedder.{}",
+    "vision.projection.*": "embed_vision.embedding_projection.{}",
+}
+PARTS = ("vision_tower.", "vision_embedder.", "embed_vision.")
+BEGINNINGS = {"vision": {"model.": "model.language_model."} | {part: f"model.{part}" for part in PARTS}}
+# Tensors that the text model does not need: of towers for images, and for sound.
+REDUNDANT = {f"{part}*": None for part in (*PARTS, "model.audio_tower.", "model.embed_audio.")}
+
+# Keys of the text model that are written beside `text_config`.
+OUTSIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "transformers_version", "eos_token_id")
+NESTED = {
+    keys: Nested(keys, names={"architectures": [architecture], "model_type": kind}, outside=OUTSIDE)
+    for keys, kind, architecture in (
+        (VisionConfig, "gemma4", "Gemma4ForConditionalGeneration"),
+        (UnifiedVisionConfig, "gemma4_unified", "Gemma4UnifiedForConditionalGeneration"),
+    )
+}
+SOUND = ("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")  # is not implemented
+
+
+def flat(hub: Mapping[str, Any]) -> dict[str, Any]:
+    """Brings a config.json of any form into the flat one, of the text model's keys with `vision` beside them.
+
+    Raises:
+        ValueError: from `Nested.flat` and `_without_per_layer_config`.
+    """
+    if "text_config" not in hub:
+        return _without_per_layer_config(hub)
+    # Only the outer tie_word_embeddings counts, and without it embeddings are tied.
+    own = {"tie_word_embeddings": True} | {key: value for key, value in hub.items() if key not in SOUND}
+    keys = UnifiedVisionConfig if hub.get("model_type") == "gemma4_unified" else VisionConfig
+    return _without_per_layer_config(NESTED[keys].flat(own))
+
+
+def _without_per_layer_config(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Brings `per_layer_config`, as transformers 5 writes it, back into the keys of full attention of the releases.
+
+    It has a layer's number -> head_dim, and perhaps num_key_value_heads.
+
+    Raises:
+        ValueError: if it says more, or not the same of all layers with full attention.
+    """
+    text = dict(text)
+    if (stated := text.pop("per_layer_config", None)) is None:
+        return text
+    full = {str(n) for n, kind in enumerate(text.get("layer_types") or ()) if kind == "full_attention"}
+    match [dict(sizes) for sizes in stated.values()]:
+        case [{"head_dim": head, **others}, *_] as each if (
+            stated.keys() == full and others.keys() <= {"num_key_value_heads"} and all(one == each[0] for one in each)
+        ):
+            heads = others.get("num_key_value_heads")
+            return text | dict(global_head_dim=head, num_global_key_value_heads=heads)
+    raise ValueError(
+        f"config.json says per_layer_config={stated!r:.200}; gemma4 needs a head_dim, and perhaps num_key_value_heads, "
+        "of all layers with full attention, the same of all, and of no others."
+    )
+
+
+def nested(hub: dict[str, Any]) -> dict[str, Any]:
+    """Inverts `flat` for a model with a tower; a text model's keys stay as they are."""
+    unified = (hub["vision"] or {}).keys() == {field.name for field in dataclasses.fields(UnifiedVisionConfig)}
+    return NESTED[UnifiedVisionConfig if unified else VisionConfig].nested(hub)

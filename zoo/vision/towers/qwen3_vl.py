@@ -339,10 +339,7 @@ CHECKPOINT_NAMES = {
     "vision.*": "model.visual.{}",
 }
 BEGINNINGS = {"vision": {"model.visual.": "model.visual.", "model.": "model.language_model."}}
-ALIASES = {  # the releases' names, and those without `model.` before the tower
-    "model.language_model.": "model.",
-    "visual.": "model.visual.",
-}
+ALIASES = {"visual.": "model.visual."}  # names without `model.` before the tower
 
 
 def with_coordinates(
