@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.fields import fill_layers
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
@@ -46,11 +47,7 @@ class Config(AbstractConfig):
     attention_bias: bool = False
 
     def __post_init__(self):
-        layers = range(self.num_hidden_layers)
-        kinds = self.layer_types or tuple("full_attention" if n % 2 else "sliding_attention" for n in layers)
-        object.__setattr__(self, "layer_types", kinds)
-        if len(kinds) != len(layers):
-            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
+        fill_layers(self, "layer_types", lambda n: "full_attention" if n % 2 else "sliding_attention")
 
     def window(self, layer: int) -> int | None:
         """Returns the most positions that a token attends to, its own included. None: all up to its own."""

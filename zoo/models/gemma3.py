@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.fields import typed
+from zoo.nn.fields import fill_layers, typed
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
 from zoo.nn.model import AbstractVisionModel, Family, Images, Released, causal_keys
 from zoo.nn.rope import LinearScaling, RopeScaling, Rotary
@@ -73,11 +73,7 @@ class Config(AbstractVisionConfig):
     vision: VisionConfig | None = None
 
     def __post_init__(self):
-        layers = range(self.num_hidden_layers)
-        kinds = self.layer_types or tuple("sliding_attention" if (n + 1) % 6 else "full_attention" for n in layers)
-        object.__setattr__(self, "layer_types", kinds)
-        if len(kinds) != len(layers):
-            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
+        fill_layers(self, "layer_types", lambda n: "sliding_attention" if (n + 1) % 6 else "full_attention")
 
     def window(self, layer: int) -> int | None:
         """Returns the most positions that a token attends to, its own included. None: all up to its own."""

@@ -27,6 +27,7 @@ from kernels import Tokens
 from kernels.sums import pick, scaled, spread
 from zoo.nn import moe
 from zoo.nn.cache import KV, NoCache, WindowKV, init_kv
+from zoo.nn.fields import fill_layers
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -102,13 +103,11 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     vision: towers.VisionConfig | towers.UnifiedVisionConfig | None = None
 
     def __post_init__(self):
-        c, layers = self, range(self.num_hidden_layers)
-        object.__setattr__(self, "layer_types", c.layer_types or tuple(FULL if n % 6 == 5 else SLIDING for n in layers))
-        if len(c.layer_types) != len(layers):
-            raise ValueError(f"layer_types has {len(c.layer_types)} entries, but num_hidden_layers is {len(layers)}.")
+        fill_layers(self, "layer_types", lambda n: FULL if n % 6 == 5 else SLIDING)
+        c = self
         if c.layer_types[-1] != FULL:
             raise ValueError("layer_types ends with sliding_attention, for which transformers takes full_attention.")
-        own = c.layer_types[: max(len(layers) - c.num_kv_shared_layers, 0)]
+        own = c.layer_types[: max(c.num_hidden_layers - c.num_kv_shared_layers, 0)]
         if not set(own) >= set(c.layer_types):
             raise ValueError(
                 f"num_kv_shared_layers={c.num_kv_shared_layers} leaves no layer with keys and values of each kind."

@@ -23,6 +23,7 @@ from kernels import Tokens
 from kernels.delta_rule.shared import state_products
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache
+from zoo.nn.fields import fill_layers
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
 from zoo.nn.mamba2 import Mamba2
 from zoo.nn.mixer import AbstractMixer
@@ -73,11 +74,7 @@ class Config(AbstractMixtureConfig):
         object.__setattr__(self, "head_dim", c.head_dim or c.hidden_size // c.num_attention_heads)
         object.__setattr__(self, "num_key_value_heads", c.num_key_value_heads or c.num_attention_heads)
         object.__setattr__(self, "mamba_d_head", c.mamba_d_head or inner // c.mamba_n_heads)
-        object.__setattr__(self, "layer_types", c.layer_types or ("mamba",) * c.num_hidden_layers)
-        if len(c.layer_types) != c.num_hidden_layers:
-            raise ValueError(
-                f"layer_types has {len(c.layer_types)} entries, but num_hidden_layers is {c.num_hidden_layers}."
-            )
+        fill_layers(self, "layer_types", lambda _: "mamba")
         if len(c.time_step_limit) != 2:
             raise ValueError(f"time_step_limit is {list(c.time_step_limit)}; it needs the least and the largest step.")
         # Where no layer is Mamba, what the file says of it means nothing, and does not fit in granite-4.0-micro's.

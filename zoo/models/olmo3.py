@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.fields import fill_layers
 from zoo.nn.layers import AbstractLinear, Embedding, Float32RMSNorm, Linear, swiglu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary, YarnScaling
@@ -49,12 +50,8 @@ class Config(AbstractConfig):
         # Fill in what follows from other fields, so that equivalent configs compare equal.
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
         object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or self.num_attention_heads)
-        layers = range(self.num_hidden_layers)
-        kinds = self.layer_types or tuple("sliding_attention" if (n + 1) % 4 else "full_attention" for n in layers)
-        object.__setattr__(self, "layer_types", kinds)
-        if len(kinds) != len(layers):
-            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
-        if self.sliding_window is None and "sliding_attention" in kinds:
+        fill_layers(self, "layer_types", lambda n: "sliding_attention" if (n + 1) % 4 else "full_attention")
+        if self.sliding_window is None and "sliding_attention" in self.layer_types:
             raise ValueError("layer_types has sliding_attention, which needs a sliding_window.")
 
     def window(self, layer: int) -> int | None:

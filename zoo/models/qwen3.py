@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.fields import fill_layers
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
@@ -45,13 +46,10 @@ class Config(AbstractConfig):
 
     def __post_init__(self):
         # Normalise as transformers does, so that equivalent configs compare equal.
-        layers, window = range(self.num_hidden_layers), self.sliding_window if self.use_sliding_window else None
+        window = self.sliding_window if self.use_sliding_window else None
         slides = lambda n: window is not None and n >= self.max_window_layers
-        kinds = self.layer_types or tuple("sliding_attention" if slides(n) else "full_attention" for n in layers)
         object.__setattr__(self, "sliding_window", window)
-        object.__setattr__(self, "layer_types", kinds)
-        if len(kinds) != len(layers):
-            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
+        fill_layers(self, "layer_types", lambda n: "sliding_attention" if slides(n) else "full_attention")
 
     def window(self, layer: int) -> int | None:
         """Returns the most positions that a token attends to, its own included. None: all up to its own."""

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.fields import fill_layers
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
@@ -52,14 +53,11 @@ class Config(AbstractConfig):
         if len(rotary) < len(layers):
             raise ValueError(f"no_rope_layers has {len(rotary)} entries, but num_hidden_layers is {len(layers)}.")
         slides = lambda n: window is not None and not rotary[n]
-        kinds = self.layer_types or tuple("sliding_attention" if slides(n) else "full_attention" for n in layers)
-        if len(kinds) != len(layers):
-            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
-        if window is None and "sliding_attention" in kinds:
+        fill_layers(self, "layer_types", lambda n: "sliding_attention" if slides(n) else "full_attention")
+        if window is None and "sliding_attention" in self.layer_types:
             raise ValueError("layer_types has sliding_attention, which needs use_sliding_window and a sliding_window.")
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
         object.__setattr__(self, "no_rope_layers", rotary)
-        object.__setattr__(self, "layer_types", kinds)
         object.__setattr__(self, "sliding_window", window)
 
     def rotates(self, layer: int) -> bool:

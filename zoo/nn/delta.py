@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 import kernels
 from kernels import Tokens
 from kernels.delta_rule.shared import state_products
+from zoo.nn.fields import fill_layers
 from zoo.nn.layers import l2_normalized
 from zoo.nn.model import AbstractConfig, causal_keys
 from zoo.nn.recurrent import RecurrentCache, State, recur
@@ -111,11 +112,8 @@ class AbstractDeltaConfig(AbstractConfig):
         Raises:
             ValueError: if it has too few entries or too many, or if key heads cannot be shared evenly.
         """
-        layers, every = range(self.num_hidden_layers), self.full_attention_interval
-        kinds = self.layer_types or tuple("linear_attention" if (n + 1) % every else "full_attention" for n in layers)
-        object.__setattr__(self, "layer_types", kinds)
-        if len(kinds) != len(layers):
-            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
+        every = self.full_attention_interval
+        fill_layers(self, "layer_types", lambda n: "linear_attention" if (n + 1) % every else "full_attention")
         if self.linear_num_value_heads % self.linear_num_key_heads:
             raise ValueError(
                 f"linear_num_value_heads={self.linear_num_value_heads} is no multiple of "

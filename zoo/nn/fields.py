@@ -1,15 +1,15 @@
-"""Reads the values of config.json's keys as the types of a config's fields; lists the keys that are not the model's."""
+"""Reads config.json's values as the types of a config's fields, and fills fields in; lists keys not of the model."""
 
 import dataclasses
 import math
 import re
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from beartype.door import is_bearable
 
-from zoo.nn.model import OneOf
+from zoo.nn.model import AbstractConfig, OneOf
 
 
 T = TypeVar("T")
@@ -121,6 +121,21 @@ def part_config(kind: type[T], stated: Mapping[str, Any], implied: Mapping[str, 
         elif key not in implied and not is_ignorable(key) and value is not None:
             raise ValueError(f"{name} has the key {key!r} (= {value!r:.200}), which is not known here.")
     return kind(**values)
+
+
+def fill_layers(config: AbstractConfig, key: str, usual: Callable[[int], Any]) -> None:
+    """Fills in a field that has an entry for each layer, such as `layer_types`, where config.json leaves it empty.
+
+    Layer n gets `usual(n)`, so that equivalent configs compare equal.
+
+    Raises:
+        ValueError: if the field has too few entries or too many.
+    """
+    layers = config.num_hidden_layers
+    entries = getattr(config, key) or tuple(map(usual, range(layers)))
+    object.__setattr__(config, key, entries)
+    if len(entries) != layers:
+        raise ValueError(f"{key} has {len(entries)} entries, but num_hidden_layers is {layers}.")
 
 
 def text_config(hub: Mapping[str, Any], beside: Collection[str]) -> dict[str, Any]:
