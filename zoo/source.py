@@ -67,9 +67,12 @@ class Source:
 
         Raises:
             OSError: if the checkpoint cannot be found or downloaded; the message says what to do.
-            ValueError: if there is no such name, if its weights were never published, or if a folder has no revisions.
+            ValueError: if there is no such name, if its weights were never published, or for a revision of what is no
+                repository: of a folder, or of the model that comes with this package.
         """
         if name in registry.EMBEDDED:
+            if revision is not None:
+                raise ValueError(f"{name} comes with this package, and has no revision {revision!r}; leave it out.")
             return cls(str(name), registry.EMBEDDED[str(name)])
         if weights:
             _check_published(str(name))

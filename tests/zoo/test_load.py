@@ -154,6 +154,12 @@ def test_a_checkpoint_is_opened_once(tmp_path, calls):
     assert zoo.fingerprint(source) == zoo.fingerprint(folder)
 
 
+@pytest.mark.parametrize("ask", [zoo.load, zoo.config, zoo.tokenizer])
+def test_the_embedded_model_has_no_revisions(ask):
+    with pytest.raises(ValueError, match="tiny comes with this package, and has no revision 'v1'; leave it out"):
+        ask("tiny", revision="v1")
+
+
 def test_a_source_is_of_one_revision(tmp_path):
     source = Source.open(tiny.write(tmp_path / "model", "qwen3"))
     with pytest.raises(ValueError, match=r"model was opened before: name its revision 'v1' in Source\.open"):
