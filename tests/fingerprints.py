@@ -624,6 +624,7 @@ MESSAGES = [
     {"role": "assistant", "content": "A sequence.", "reasoning_content": "Python's."},
     {"role": "user", "content": "And a tuple?"},
 ]
+SPOKEN = [{key: text for key, text in message.items() if key != "reasoning_content"} for message in MESSAGES]
 TEMPLATE = """\
 {%- for message in messages -%}
 <{{ message.role }}{{ ' ' + strftime_now('%Y-%m-%d') if loop.first }}>
@@ -660,7 +661,8 @@ def generation() -> Found:
 
     yield "drafted by a module", with_mtp
     yield "rendered", lambda: tokenizer.render(MESSAGES, add_generation_prompt=True)
-    yield "encoded", lambda: repr([tokenizer.encode_prompt(MESSAGES), tokenizer.encode_chat(MESSAGES[:3])])
+    yield "encoded", lambda: repr([tokenizer.encode_prompt(MESSAGES), tokenizer.encode_chat(SPOKEN[:3])])
+    yield "encoded with reasoning", lambda: refused(lambda: tokenizer.encode_chat(MESSAGES[:3]))
     yield "tokenizer", lambda: repr([tokenizer.eos, tokenizer.bos, tokenizer.pad, tokenizer.vocab_size])
 
     def templates() -> Value:
@@ -669,7 +671,7 @@ def generation() -> Found:
         (SCRATCH / "template" / "chat_template.jinja").write_text(TEMPLATE)
         own = zoo.tokenizer(SCRATCH / "template", date=datetime.date(2026, 1, 2))
         refusal = refused(lambda: own.render([{"role": "user"}]))
-        found = own.render(MESSAGES, tools=[{"name": "add"}], add_generation_prompt=True), own.encode_chat(MESSAGES)
+        found = own.render(MESSAGES, tools=[{"name": "add"}], add_generation_prompt=True), own.encode_chat(SPOKEN)
         return repr([*found, plain(refusal)])
 
     yield "another template", templates
@@ -950,6 +952,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="file of the lines, too")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="of these alone")
+    parser.add_argument("--match", default="", metavar="PATTERN", help="only lines whose names this is found in")
     parser.add_argument("--details", type=pathlib.Path, help="folder of what was hashed, for a closer comparison")
     parser.add_argument("runs", nargs="*", metavar="begin|resume FOLDER", help="leave runs half done; go on with them")
     o = parser.parse_args()
@@ -964,6 +967,8 @@ def main() -> int:
     with open(o.out, "w") if o.out else contextlib.nullcontext() as file:
         for section in o.only:
             for name, make in SECTIONS[section]():
+                if not re.search(o.match, name):
+                    continue
                 try:
                     value = make()
                     line = f"{section}: {name} {digest(value)}"
