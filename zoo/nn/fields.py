@@ -75,29 +75,47 @@ def typed(key: str, value: Any, hint: Any, who: str) -> Any:
         ValueError: beginning with `who`, if it is of another type or out of bounds.
     """
     if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        hints, fields = typing.get_type_hints(hint), dataclasses.fields(hint)
-        value = {name: v for name, v in value.items() if v is not None}
-        if unknown := sorted(map(str, value.keys() - hints.keys())):
-            raise ValueError(f"{who} has no {', '.join(unknown)} there.")
-        if lacking := [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in value]:
-            raise ValueError(f"{who} needs {', '.join(lacking)} there.")
-        return hint(**{name: typed(f"{key}.{name}", v, hints[name], f"{who}'s {name}") for name, v in value.items()})
-    if isinstance(value, list) and len(value) > MOST["num_hidden_layers"]:
+        return _object(key, value, hint, who)
+    is_list = isinstance(value, list)
+    if is_list and len(value) > MOST["num_hidden_layers"]:
         raise ValueError(f"{who} needs at most {MOST['num_hidden_layers']} entries, and there are {len(value)}.")
-    # Check the items one by one: of a list, beartype checks one item, chosen at random.
-    items, one = (value, lambda item: (item,)) if isinstance(value, list) else ([value], lambda item: item)
-    if is_bearable(one(1.0), hint):  # files have `"rope_theta": 1000000`
+    # Items are checked one by one: of a list, beartype checks one item, chosen at random.
+    fits = lambda item: is_bearable((item,) if is_list else item, hint)
+    items = value if is_list else [value]
+    if fits(1.0):  # files have `"rope_theta": 1000000`
         items = [float(item) if type(item) is int and abs(item) < 2**63 else item for item in items]
-    result = tuple(items) if isinstance(value, list) else items[0]
-    mistaken = any(isinstance(item, bool) for item in items) and bool not in (hint, *typing.get_args(hint))
-    if mistaken or not all(is_bearable(one(item), hint) for item in items) or not is_bearable(result, hint):
+    result = tuple(items) if is_list else items[0]
+    takes_bool = bool in (hint, *typing.get_args(hint))  # to beartype, True is an int, too
+    mistaken = not takes_bool and any(isinstance(item, bool) for item in items)
+    if mistaken or not all(map(fits, items)) or not is_bearable(result, hint):
         raise ValueError(f"{who} needs {getattr(hint, '__name__', hint) if isinstance(hint, type) else hint}.")
     if isinstance(result, int | float) and not isinstance(result, bool):
-        most = math.inf if isinstance(result, float) else MOST.get(key, 2**31)
-        if not (0 < result < most or (result == 0 and key in MAY_BE_ZERO)):
-            least = "0 or more" if key in MAY_BE_ZERO else "more than 0"
-            raise ValueError(f"{who} needs {least}{'' if most == math.inf else f', and less than {most}'}.")
+        _check_bounds(key, result, who)
     return result
+
+
+def _object(key: str, stated: Mapping[str, Any], kind: Any, who: str) -> Any:
+    """Convert an object of config.json to a dataclass, field by field; nulls are as if the key were absent.
+
+    Raises:
+        ValueError: beginning with `who`, if a key is unknown or missing; or from `typed`.
+    """
+    hints, values = typing.get_type_hints(kind), {name: value for name, value in stated.items() if value is not None}
+    if unknown := sorted(map(str, values.keys() - hints.keys())):
+        raise ValueError(f"{who} has no {', '.join(unknown)} there.")
+    needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    if lacking := [name for name in needed if name not in values]:
+        raise ValueError(f"{who} needs {', '.join(lacking)} there.")
+    read = lambda name: typed(f"{key}.{name}", values[name], hints[name], f"{who}'s {name}")
+    return kind(**{name: read(name) for name in values})
+
+
+def _check_bounds(key: str, number: float, who: str) -> None:
+    """Raise ValueError unless a number is above 0, or may be 0, and if it is an integer, below the key's bound."""
+    most = math.inf if isinstance(number, float) else MOST.get(key, 2**31)
+    if not (0 < number < most or (number == 0 and key in MAY_BE_ZERO)):
+        least = "0 or more" if key in MAY_BE_ZERO else "more than 0"
+        raise ValueError(f"{who} needs {least}{'' if most == math.inf else f', and less than {most}'}.")
 
 
 def alternatives(implied: Any) -> tuple:

@@ -15,7 +15,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -58,6 +58,11 @@ INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisation
 OF_AN_EXPERT = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
+Parts = dict[int | None, tuple[str, tuple[int, ...]]]
+"""A part of a parameter of a layer's experts, 0 gate, 1 up, None all -> the path of its map, and the layer's index in
+that map's stack."""
+
+
 class Pair(NamedTuple):
     """An adapter, which adds `scale * b @ a` to a weight; or the adapters of all experts of a layer."""
 
@@ -95,11 +100,44 @@ def save(
     if homeless := sorted(adapters.keys() - names.keys()):  # of an optional part
         raise ValueError(f"{homeless[0]} has an adapter, but transformers has no such module.")
     ((rank, scale),) = kinds
+    linears = {path: m for path, m in adapters.items() if isinstance(m, LoRALinear)}
+    experts = _by_parameter({path: names[path] for path in adapters if path not in linears}, family)
     tensors: dict[str, convert.tensors.Lazy] = {}
+    pair_of, swapped = _reader(adapters), family.experts_swapped_in_peft
+    for path, m in linears.items():
+        for at, name in np.ndenumerate(names[path]):
+            tensors |= _lazy(name, m.a.shape[-2:], m.b.shape[-2:], functools.partial(pair_of, path, at))
+    for module, of_module in experts.items():
+        for parameter, parts in of_module.items():
+            tensors |= _fused_lazy(wrapper(module, parameter, set(of_module)), parts, adapters, pair_of, swapped)
+    of_experts = [(f"experts.{p}", len(parts)) for of_module in experts.values() for p, parts in of_module.items()]
+    several = sorted({parameter for parameter, count in of_experts if count > 1})
+    target_modules, target_parameters = _targets(model, names, adapters.keys())
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name(base),
+        "revision": (over or {}).get("revision"), "r": rank,
+        "lora_alpha": scale * rank, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+        "target_modules": sorted(target_modules),
+        "target_parameters": sorted(target_parameters | {parameter for parameter, _ in of_experts}) or None,
+        "rank_pattern": {name: 2 * rank for name in several},
+        "alpha_pattern": {name: 2 * scale * rank for name in several},
+        "fan_in_fan_out": fan_in_fan_out(model),
+    }  # fmt: skip
+    write_once(model, tensors, functools.partial(_write, convert.machine.path("folder", folder), config, over))
 
-    def put(name: str, a: tuple[int, ...], b: tuple[int, ...], pair: Any) -> None:
-        for letter, shape, get in (("A", a, lambda: pair().a), ("B", b, lambda: pair().b)):
-            tensors[TENSOR.format(name, letter)] = (shape, np.dtype(np.float32), get)
+
+def _by_parameter(names: Mapping[str, np.ndarray], family: Family) -> dict[str, dict[str, Parts]]:
+    """Group the maps of experts, path -> names, by the module and by its parameter in which transformers keeps them."""
+    places: dict[str, dict[str, Parts]] = {}
+    for path, of_layers in names.items():
+        for at, name in np.ndenumerate(of_layers):
+            module, parameter, part = expert_place(name, family)
+            places.setdefault(module, {}).setdefault(parameter, {})[part] = path, at
+    return places
+
+
+def _reader(adapters: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], Pair]:
+    """Return a function that reads one layer's adapter, by path and index. Each stack is gathered once."""
 
     @functools.cache
     def whole(path: str) -> list[np.ndarray]:
@@ -107,45 +145,50 @@ def save(
 
     def pair_of(path: str, at: tuple[int, ...]) -> Pair:
         a, b = whole(path)
-        return Pair(a[at], b[at], scale)
+        return Pair(a[at], b[at], adapters[path].scale)
 
-    # For experts: module -> parameter -> part -> the path of its adapter, and the layer's index there.
-    places: dict[str, dict[str, dict[int | None, Any]]] = {}
-    for path, m in adapters.items():
-        for at, name in np.ndenumerate(names[path]):
-            if isinstance(m, LoRALinear):
-                put(name, m.a.shape[-2:], m.b.shape[-2:], functools.partial(pair_of, path, at))
-            else:
-                module, parameter, part = expert_place(name, family)
-                places.setdefault(module, {}).setdefault(parameter, {})[part] = (path, at)
-    several, swapped = set(), family.experts_swapped_in_peft
-    for module, of_module in places.items():
-        for parameter, parts in of_module.items():
-            get = lambda parts=parts: fused({part: pair_of(*where) for part, where in parts.items()}, swapped)
-            ranks, m = rank * len(parts), adapters[next(iter(parts.values()))[0]]
-            experts, out, in_ = (*m.shape[-3:-2], m.shape[-2] * (1 if None in parts else 2), m.shape[-1])
-            out, in_ = (in_, out) if swapped else (out, in_)
-            put(wrapper(module, parameter, set(of_module)), (experts * ranks, in_), (out, ranks * experts), get)
-            several |= {f"experts.{parameter}"} if len(parts) > 1 else set()
-    linears = {path: m for path, m in modules(model, AbstractLinear) if path in names}
-    adapted = {name for path in adapters.keys() & linears.keys() for name in names[path].flat}
-    others = {name for path in linears.keys() - adapters.keys() for name in names[path].flat}
+    return pair_of
+
+
+def _lazy(
+    name: str, a: tuple[int, ...], b: tuple[int, ...], pair: Callable[[], Pair]
+) -> dict[str, convert.tensors.Lazy]:
+    """Return the two tensors of an adapter, of these shapes; `pair` is called when they are written."""
+    dtype = np.dtype(np.float32)
+    of_a: convert.tensors.Lazy = a, dtype, lambda: pair().a
+    return {TENSOR.format(name, "A"): of_a, TENSOR.format(name, "B"): (b, dtype, lambda: pair().b)}
+
+
+def _fused_lazy(
+    name: str,
+    parts: Parts,
+    adapters: Mapping[str, Any],
+    pair_of: Callable[[str, tuple[int, ...]], Pair],
+    swap: bool,
+) -> dict[str, convert.tensors.Lazy]:
+    """Return PEFT's two tensors for a parameter of a layer's experts, as `fused` makes them of its parts' adapters."""
+    first, _ = next(iter(parts.values()))
+    *_, experts, out, in_ = adapters[first].shape
+    rank = adapters[first].a.shape[-2] * len(parts)
+    out = out if None in parts else 2 * out
+    out, in_ = (in_, out) if swap else (out, in_)
+    pair = lambda: fused({part: pair_of(*where) for part, where in parts.items()}, swap)
+    return _lazy(name, (experts * rank, in_), (out, rank * experts), pair)
+
+
+def _targets(model: AbstractModel, names: Mapping[str, np.ndarray], adapters: Collection[str]) -> tuple[set, set]:
+    """Return the names of PEFT's `target_modules`, and those of the linear maps among its `target_parameters`.
+
+    Modules are named by the last part of their names, unless another linear map without an adapter has that, too.
+    """
+    linears = {path for path, _ in modules(model, AbstractLinear) if path in names}
+    adapted = {name for path in linears.intersection(adapters) for name in names[path].flat}
+    others = {name for path in linears.difference(adapters) for name in names[path].flat}
     last = lambda names: {name.rpartition(".")[2] for name in names}
     # PEFT finds these as parameters, and not as modules.
     mistaken = {name for name in adapted if any(modules(model, AbstractExpertLinear)) and last({name}) & OF_AN_EXPERT}
     adapted -= mistaken
-    wrapped = {f"experts.{p}" for of_module in places.values() for p in of_module} | {f"{m}.weight" for m in mistaken}
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name(base),
-        "revision": (over or {}).get("revision"), "r": rank,
-        "lora_alpha": scale * rank, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
-        "target_modules": sorted(adapted if last(adapted) & last(others) else last(adapted)),
-        "target_parameters": sorted(wrapped) or None,
-        "rank_pattern": {name: 2 * rank for name in sorted(several)},
-        "alpha_pattern": {name: 2 * scale * rank for name in sorted(several)},
-        "fan_in_fan_out": fan_in_fan_out(model),
-    }  # fmt: skip
-    write_once(model, tensors, functools.partial(_write, convert.machine.path("folder", folder), config, over))
+    return adapted if last(adapted) & last(others) else last(adapted), {f"{name}.weight" for name in mistaken}
 
 
 def _write(
@@ -212,70 +255,85 @@ def load(model: T, folder: str | os.PathLike[str], *, verify: bool = True, check
     if any(modules(model, ADAPTERS)):
         raise ValueError("The model has adapters already; zoo.lora.merge puts them into its weights.")
     folder, family, names = pathlib.Path(folder), family_of(model), module_names(model)
-    config = _read_config(folder / CONFIG)
-    wrapped = {target.rpartition(".")[2] for target in config.get("target_parameters") or ()}
-    tensors = {tensor.name: tensor for tensor in convert.tensors.open_file(folder / WEIGHTS)}
+    stored = _Stored(_read_config(folder / CONFIG), convert.tensors.open_file(folder / WEIGHTS), family)
     if verify and (folder / MANIFEST).exists():
         convert.tensors.verify_hashes(folder, MANIFEST, [WEIGHTS])
     if check_values:
-        for tensor in tensors.values():
+        for tensor in stored.tensors.values():
             Scan().look(tensor, tensor.part((), np.dtype(np.float32)))
-    used: set[str] = set()
-
-    def stored(name: str, key: str) -> Pair | None:
-        """Return the adapter stored under a name, or None; patterns in the config are matched with `key`."""
-        both = [TENSOR.format(name, letter) for letter in "AB"]
-        if not tensors.keys() >= set(both):
-            return None
-        used.update(both)
-        a, b = (tensors[each].part((), np.dtype(np.float32)) for each in both)
-        return Pair(a, b, scale_of(config, key))
-
-    def of_experts(name: str, experts: int) -> Pair | None:
-        module, parameter, part = expert_place(name, family)
-        stem, _, kind = name.rpartition(".")
-        each = [stored(n, n) for n in (f"{stem}.{e}.{kind}" for e in range(experts))]  # as in transformers 4
-        if all(each):
-            a, b, scales = zip(*each, strict=True)
-            return Pair(np.stack(a), np.stack(b), scales[0])
-        if parameter not in wrapped:
-            return None
-        whole = stored(wrapper(module, parameter, wrapped), f"{module}.{parameter}")
-        return whole and part_of(whole, part, experts, family.experts_swapped_in_peft)
-
-    def adapted(path: str, linear: Any) -> Any:
-        find = functools.partial(of_experts, experts=linear.shape[-3]) if is_experts(linear) else lambda n: stored(n, n)
-        found = [(at, pair) for at, name in np.ndenumerate(names[path]) if (pair := find(name))]
-        if not found:
-            return linear
-        *rest, out_features, in_features = linear.shape
-        rank, scale = max(pair.a.shape[-2] for _, pair in found), found[0][1].scale
-        a, b = np.zeros((*rest, rank, in_features), np.float32), np.zeros((*rest, out_features, rank), np.float32)
-        for at, pair in found:  # zeros stay where a layer has a lower rank, or no adapter
-            r = pair.a.shape[-2]
-            if (pair.a.shape[-1], pair.b.shape[-2]) != (in_features, out_features):
-                raise ValueError(
-                    f"{folder / WEIGHTS} has an adapter of {pair.a.shape[-1]} to {pair.b.shape[-2]} features for "
-                    f"{names[path][at]}; the model has {in_features} to {out_features} there."
-                )
-            a[at][..., :r, :], b[at][..., :r] = pair.a, pair.b * np.float32(pair.scale / scale)
-        make = functools.partial(LoRAExpertLinear if is_experts(linear) else LoRALinear, scale=scale)
-        stacked = len(linear.shape) > (3 if is_experts(linear) else 2)
-        return (eqx.filter_vmap(make) if stacked else make)(linear, jnp.asarray(a), jnp.asarray(b))
-
-    is_experts = lambda m: isinstance(m, AbstractExpertLinear)
-    get = lambda m: [linear for _, linear in modules(m, (AbstractLinear, AbstractExpertLinear))]
+    maps = lambda m: list(modules(m, (AbstractLinear, AbstractExpertLinear)))
     new = [
-        adapted(path, m) if path in names else m for path, m in modules(model, (AbstractLinear, AbstractExpertLinear))
+        _adapted(linear, names[path], stored, folder / WEIGHTS) if path in names else linear
+        for path, linear in maps(model)
     ]
-    if unused := sorted(tensors.keys() - used):
+    if unused := sorted(stored.tensors.keys() - stored.used):
         raise ValueError(
             f"{folder / WEIGHTS} has {len(unused)} tensors that the model has no place for: {', '.join(unused[:5])}."
         )
-    result, place = eqx.tree_at(get, model, new), jax.tree.leaves(model)[0].sharding
+    result = eqx.tree_at(lambda m: [linear for _, linear in maps(m)], model, new)
+    place = jax.tree.leaves(model)[0].sharding
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         result = jax.device_put(result, shardings(result, family.partition_rules, place.mesh))
     return result
+
+
+class _Stored:
+    """The adapters in a folder, by transformers' names. `used` has the names of the tensors that were asked for."""
+
+    def __init__(self, config: dict[str, Any], tensors: Iterable[convert.tensors.Tensor], family: Family):
+        self.config, self.family = config, family
+        self.tensors = {tensor.name: tensor for tensor in tensors}
+        self.used: set[str] = set()
+        self.wrapped = {target.rpartition(".")[2] for target in config.get("target_parameters") or ()}
+
+    def of_linear(self, name: str, key: str | None = None) -> Pair | None:
+        """Return a module's adapter, or None. Patterns in the config are matched with `key`, or else the name."""
+        both = [TENSOR.format(name, letter) for letter in "AB"]
+        if not self.tensors.keys() >= set(both):
+            return None
+        self.used.update(both)
+        a, b = (self.tensors[each].part((), np.dtype(np.float32)) for each in both)
+        return Pair(a, b, scale_of(self.config, key or name))
+
+    def of_experts(self, name: str, experts: int) -> Pair | None:
+        """Return the adapters of a map of all experts of a layer, or None."""
+        module, parameter, part = expert_place(name, self.family)
+        stem, _, kind = name.rpartition(".")
+        each = [self.of_linear(f"{stem}.{expert}.{kind}") for expert in range(experts)]  # as in transformers 4
+        if all(each):
+            a, b, scales = zip(*each, strict=True)
+            return Pair(np.stack(a), np.stack(b), scales[0])
+        if parameter not in self.wrapped:
+            return None
+        whole = self.of_linear(wrapper(module, parameter, self.wrapped), f"{module}.{parameter}")
+        return whole and part_of(whole, part, experts, self.family.experts_swapped_in_peft)
+
+
+def _adapted(linear: Any, names: np.ndarray, stored: _Stored, file: pathlib.Path) -> Any:
+    """Return a linear map, or a stack of them, with the adapters that are stored by its names, if there are any.
+
+    Raises:
+        ValueError: naming the file and the module, if an adapter is of other sizes.
+    """
+    has_experts = isinstance(linear, AbstractExpertLinear)
+    find = functools.partial(stored.of_experts, experts=linear.shape[-3]) if has_experts else stored.of_linear
+    found = [(at, pair) for at, name in np.ndenumerate(names) if (pair := find(name))]
+    if not found:
+        return linear
+    *rest, out_features, in_features = linear.shape
+    rank, scale = max(pair.a.shape[-2] for _, pair in found), found[0][1].scale
+    a, b = np.zeros((*rest, rank, in_features), np.float32), np.zeros((*rest, out_features, rank), np.float32)
+    for at, pair in found:  # zeros stay where a layer has a lower rank, or no adapter
+        r = pair.a.shape[-2]
+        if (pair.a.shape[-1], pair.b.shape[-2]) != (in_features, out_features):
+            raise ValueError(
+                f"{file} has an adapter of {pair.a.shape[-1]} to {pair.b.shape[-2]} features for {names[at]}; the "
+                f"model has {in_features} to {out_features} there."
+            )
+        a[at][..., :r, :], b[at][..., :r] = pair.a, pair.b * np.float32(pair.scale / scale)
+    make = functools.partial(LoRAExpertLinear if has_experts else LoRALinear, scale=scale)
+    stacked = len(linear.shape) > (3 if has_experts else 2)
+    return (eqx.filter_vmap(make) if stacked else make)(linear, jnp.asarray(a), jnp.asarray(b))
 
 
 def _read_config(path: pathlib.Path) -> dict[str, Any]:
