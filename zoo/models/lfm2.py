@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, AbstractCache
+from zoo.nn.fields import fill_layers
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
 from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, Released, causal_keys
@@ -49,14 +50,10 @@ class Config(AbstractConfig):
 
     def __post_init__(self):
         # Fill in what follows from other fields, so that equivalent configs compare equal.
-        layers = range(self.num_hidden_layers)
-        attention = layers if self.full_attn_idxs is None else self.full_attn_idxs
-        kinds = self.layer_types or tuple("full_attention" if n in attention else "conv" for n in layers)
-        object.__setattr__(self, "layer_types", kinds)
+        attention = range(self.num_hidden_layers) if self.full_attn_idxs is None else self.full_attn_idxs
+        fill_layers(self, "layer_types", lambda n: "full_attention" if n in attention else "conv")
         object.__setattr__(self, "full_attn_idxs", None)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
-        if len(kinds) != len(layers):
-            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
         if not 1 <= (self.block_ffn_dim_multiplier or 1.0) * self.intermediate_size < 2**31:
             raise ValueError(f"block_ffn_dim_multiplier={self.block_ffn_dim_multiplier} makes no width of an MLP.")
 

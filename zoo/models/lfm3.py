@@ -19,6 +19,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import scaled
 from zoo.nn.cache import KV, AbstractCache, WindowKV, init_kv
+from zoo.nn.fields import fill_layers
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
 from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, Released, causal_keys
@@ -66,12 +67,9 @@ class Config(AbstractConfig):
     attention_bias: bool = False
 
     def __post_init__(self):
-        layers, fours = range(self.num_hidden_layers), ("sliding_attention", "conv", "full_attention", "conv")
-        kinds = self.layer_types or ("conv", *(fours[n % 4] for n in layers[1:]))
-        object.__setattr__(self, "layer_types", kinds)
-        if len(kinds) != len(layers):
-            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {len(layers)}.")
-        if self.sliding_window is None and "sliding_attention" in kinds:
+        fours = "sliding_attention", "conv", "full_attention", "conv"
+        fill_layers(self, "layer_types", lambda n: fours[n % 4] if n else "conv")
+        if self.sliding_window is None and "sliding_attention" in self.layer_types:
             raise ValueError("layer_types has sliding_attention, which needs a sliding_window.")
         for rope in (self.rope_parameters.sliding_attention, self.rope_parameters.full_attention):
             turns = rope.partial_rotary_factor

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.fields import fill_layers
 from zoo.nn.layers import (
     AbstractLinear,
     Embedding,
@@ -84,18 +85,12 @@ class Config(AbstractVisionConfig):
     vision: VisionConfig | None = None
 
     def __post_init__(self):
-        # Fill in the lists as transformers does, so that equivalent configs compare equal.
-        full = [n % 4 == 0 for n in reversed(range(self.num_hidden_layers))]
-        kinds = self.layer_types or tuple("full_attention" if is_full else "sliding_attention" for is_full in full)
-        thetas = self.layer_rope_theta or tuple(0.0 if is_full else self.rope_theta for is_full in full)
-        object.__setattr__(self, "layer_types", kinds)
-        object.__setattr__(self, "layer_rope_theta", thetas)
-        for name, values in dict(layer_types=kinds, layer_rope_theta=thetas).items():
-            if len(values) != len(full):
-                raise ValueError(f"{name} has {len(values)} entries, but num_hidden_layers is {len(full)}.")
-        if self.sliding_window is None and "sliding_attention" in kinds:
+        is_full = lambda n: (self.num_hidden_layers - 1 - n) % 4 == 0
+        fill_layers(self, "layer_types", lambda n: "full_attention" if is_full(n) else "sliding_attention")
+        fill_layers(self, "layer_rope_theta", lambda n: 0.0 if is_full(n) else self.rope_theta)
+        if self.sliding_window is None and "sliding_attention" in self.layer_types:
             raise ValueError("layer_types has sliding_attention, which needs a sliding_window.")
-        if others := set(thetas) - {0.0, self.rope_theta}:
+        if others := set(self.layer_rope_theta) - {0.0, self.rope_theta}:
             raise ValueError(f"layer_rope_theta has {min(others)}, but only 0 and rope_theta are implemented.")
 
     def rotates(self, layer: int) -> bool:
