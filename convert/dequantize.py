@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int, UInt8
+from jaxtyping import Float32, Int, Int32, Shaped, UInt8
 
 from convert.packed import BLOCK, Packed, ranges
 from convert.tensors import DTYPES, Tensor
@@ -18,6 +18,7 @@ from convert.tensors import DTYPES, Tensor
 
 FLOATS = DTYPES["F16"], DTYPES["BF16"], DTYPES["F32"]
 INT32 = np.dtype(np.int32)
+INT4_COLUMNS = 32  # neighbours of a row that share a scale in Kimi's 4 bits
 AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # where an AWQ word holds the first, second, ... of its eight values
 
 
@@ -215,6 +216,21 @@ class PackedIntegers(_Affine):
         zeros = self.zeros is None or (self.zeros.shape, self.zeros.dtype) == ((words, self._number), INT32)
         return zeros and self.scales.shape == (self.shape[0], self._number)
 
+    @property
+    def is_int4(self) -> bool:
+        """Whether it has 4 bits, a scale for each `INT4_COLUMNS` columns, and no zero points, as Kimi's experts."""
+        grouped = self.group_size == INT4_COLUMNS and self.shape[1] % INT4_COLUMNS == 0
+        return self.bits == 4 and grouped and self.zeros is None and self.groups is None
+
+    def int4(self, rows: slice) -> tuple[UInt8[np.ndarray, "rows bytes"], Shaped[np.ndarray, "rows groups"]]:
+        """Reads the codes of these rows, two to a byte with the first in its upper half, and their scales.
+
+        A code is the integer plus 8. `int4_words` is the inverse.
+        """
+        words = np.empty((rows.stop - rows.start, self.codes.shape[1]), INT32)
+        self.codes.read_into(words, rows.start)
+        return _swapped(words.view(np.uint8)), self.scales.view()[rows]
+
     def _codes(self, rows: range) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         taken = slice(rows.start, rows.stop)
         scales = self.scales.view()[taken]
@@ -272,6 +288,16 @@ class Awq(Gptq):
         assert self.zeros
         get = lambda tensor: unpacked_columns(tensor.view(), self.bits, rows, AWQ_NIBBLES).T
         return get(self.codes), self.scales.view()[:, rows.start : rows.stop].T, get(self.zeros)
+
+
+def int4_words(codes: UInt8[np.ndarray, "rows bytes"]) -> Int32[np.ndarray, "rows words"]:
+    """Packs codes of 4 bits, two to a byte with the first in its upper half, into `PackedIntegers`' words."""
+    return np.ascontiguousarray(_swapped(codes)).view(INT32)
+
+
+def _swapped(codes: UInt8[np.ndarray, "rows bytes"]) -> UInt8[np.ndarray, "rows bytes"]:
+    """Exchanges the halves of each byte."""
+    return codes << 4 | codes >> 4
 
 
 def unpacked(words: Int[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows columns"]:

@@ -38,8 +38,8 @@ class LoadOptions:
 
     adapter: pathlib.Path | None = None
     """Folder with an adapter of the model, in PEFT's layout."""
-    quantize: Literal["int8", "fp8", "nf4"] | None = None
-    """Hold the layers' weights in 8 or 4 bits."""
+    quantize: Literal["int8", "fp8", "nf4", "stored"] | None = None
+    """Hold the layers' weights in 8 or 4 bits; stored: those in int4 that the checkpoint has in int4."""
     dtype: str | None = None
     """Data type of the weights: float32, bfloat16 or float16. None: the checkpoint's."""
     images: bool = False

@@ -23,13 +23,13 @@ from zoo import registry
 from zoo.config import write as write_config
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractConfig, AbstractModel
-from zoo.quantized import STORED
 from zoo.source import Source
 from zoo.text.prompts import processor_of
 from zoo.text.tokenizer import Tokenizer, chat_template_of
 from zoo.weights import checkpoint, gather
 
 
+QUANTIZE = "int8", "fp8", "nf4", "stored"
 Named = str | os.PathLike[str] | Source  # a zoo name, a Hub repository "org/name", or a folder; or a checkpoint opened
 
 
@@ -39,7 +39,7 @@ def load(
     dtype: DTypeLike | None = None,
     mesh: Mesh | str | None = None,
     revision: str | None = None,
-    quantize: Literal["int8", "fp8", "nf4"] | None = None,
+    quantize: Literal["int8", "fp8", "nf4", "stored"] | None = None,
     parts: Sequence[str] = (),
     verify: bool = True,
     check_values: bool = True,
@@ -57,7 +57,8 @@ def load(
         revision: branch, tag or commit of the repository.
         quantize: store the weights of the layers' linear maps in "int8" or "fp8", with a scale per output, or in "nf4",
             four bits with a scale per 64 weights (`zoo.quantized`). Tensors are quantized one by one as they are read;
-            all others keep their dtype.
+            all others keep their dtype. "stored": what the checkpoint stores in int4 stays in int4, bit by bit, and
+            nothing else is quantized.
         parts: names of optional parts to load too, of the family's `FAMILY.parts`: "vision", a tower for images; "mtp",
             a module that predicts the token after the next.
         verify: before reading a folder that `save` wrote, check its files against the hashes beside them, at 1 to 2
@@ -76,8 +77,8 @@ def load(
     """
     if dtype is not None:
         dtype = _float_dtype(dtype)
-    if quantize is not None and quantize not in STORED:
-        raise ValueError(f"quantize={quantize!r} is none of {', '.join(STORED)}.")
+    if quantize not in (None, *QUANTIZE):
+        raise ValueError(f"quantize={quantize!r} is none of {', '.join(QUANTIZE)}.")
     if isinstance(mesh, str):
         mesh = make_mesh(mesh)
     source = _opened(source, revision, weights=True)
@@ -96,8 +97,8 @@ def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = Fa
     """Write the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
 
     transformers and `load` read the result back bit-equal. Weights are stored as plain floats, even if they were loaded
-    from a checkpoint with fewer bits. Only the parts that were loaded are saved: from a multimodal checkpoint, by
-    default, the text model.
+    from a checkpoint with fewer bits; those that stayed in int4, by quantize="stored", are stored as they were. Only
+    the parts that were loaded are saved: from a multimodal checkpoint, by default, the text model.
 
     model.safetensors.manifest.json holds the hash of each file of weights, so that `load` detects a file that is
     damaged or left there by another export. Other libraries ignore it.
@@ -117,8 +118,8 @@ def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = Fa
     family = registry.family_of(model)
     tensors = checkpoint.export(model, family, fp8=fp8)
     hub = write_config(model.config, family, jax.tree.leaves(model)[0].dtype)
-    if fp8:
-        hub["quantization_config"] = checkpoint.FP8
+    if quantization := checkpoint.FP8 if fp8 else checkpoint.int4_config(model, tensors):
+        hub["quantization_config"] = quantization
     write = functools.partial(_write, convert.machine.path("folder", folder), hub, model.config.source)
     gather.write_once(model, tensors, write)
 

@@ -1,4 +1,4 @@
-"""Quantised linear maps: weights stored in int8, fp8 or nf4, or floats that are quantised only to be multiplied.
+"""Quantised linear maps: weights stored in 8 or 4 bits, or floats that are quantised only to be multiplied.
 
     model = quantize(model, "nf4")           # what zoo.load(quantize="nf4") does, tensor by tensor
     model = quantize_training(model, "fp8")  # weights stay floats and are trained
@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 import kernels
 import kernels.quantized_matmul.quantize
+from convert.dequantize import INT4_COLUMNS
 from kernels.quantized_matmul.quantize import LARGEST
 from kernels.stacked import read
 from kernels.sums import spread
@@ -31,8 +32,11 @@ from zoo.surgery import map_linears, modules
 
 
 M = TypeVar("M", bound=AbstractModel)
-Format = Literal["int8", "fp8", "nf4"]
-STORED = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "nf4": np.dtype(np.uint8)}
+Format = Literal["int8", "fp8", "nf4", "int4"]
+STORED = {
+    "int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "nf4": np.dtype(np.uint8),
+    "int4": np.dtype(np.uint8),
+}  # fmt: skip
 
 # NF4 (QLoRA, arXiv:2305.14314, appendix E): quantiles of a normal distribution, scaled to -1...1, with an exact 0.
 NF4 = np.array(
@@ -43,7 +47,9 @@ NF4 = np.array(
     ],
     np.float32,
 )  # fmt: skip
-NF4_BLOCK = 64  # the most weights that share a scale
+# Formats of four bits: the number that each code stands for, and the most weights that share a scale.
+TABLES = {"nf4": NF4, "int4": np.arange(-8, 8, dtype=np.float32)}
+BLOCKS = {"nf4": 64, "int4": INT4_COLUMNS}
 
 
 def quantize(model: M, format: Format) -> M:
@@ -68,29 +74,32 @@ def quantize_weight(weight: Float[Any, "*rows in"], format: Format, np: ModuleTy
     - "int8" and "fp8" (float8_e4m3fn): each row has a scale, its largest magnitude / the format's.
     - "nf4": a weight takes four bits, and a byte holds two, the first one in its upper half. Each block of 64
       neighbours in a row (or as many as divide both 64 and the row) has a scale, its largest magnitude.
+    - "int4": like nf4, with integers from -8 to 7, whose codes are 8 more, and a scale for 32 neighbours: their largest
+      magnitude / 7.5. Kimi's releases store experts so, and `zoo.load(quantize="stored")` takes them over.
 
     `np` is jax.numpy, or numpy if the host quantises as it reads.
 
     Raises:
-        ValueError: the format is nf4, and rows have an odd length.
+        ValueError: the format has four bits, and rows have an odd length.
     """
     dtype, weight = weight.dtype, weight.astype(np.float32)
-    if format != "nf4" and np is jnp:
+    if format not in TABLES and np is jnp:
         values, scale = kernels.quantized_matmul.quantize.quantize(weight, STORED[format], "channel")
         return values, scale.astype(dtype)
-    if format != "nf4":
+    if format not in TABLES:
         largest = np.max(np.abs(weight), axis=-1)
         scale = np.where(largest > 0, largest * np.float32(1 / LARGEST[STORED[format]]), np.float32(1))
         values = weight * (1 / scale)[..., None]
         return (np.rint(values) if format == "int8" else values).astype(STORED[format]), scale.astype(dtype)
     if weight.shape[-1] % 2:
-        raise ValueError(f"Rows of {weight.shape[-1]} weights can't be stored in nf4, which puts two into a byte.")
-    blocks = weight.reshape(*weight.shape[:-1], -1, math.gcd(weight.shape[-1], NF4_BLOCK))
-    largest = np.max(np.abs(blocks), axis=-1)
+        raise ValueError(f"Rows of {weight.shape[-1]} weights can't be stored in {format}, which puts two into a byte.")
+    table = TABLES[format]
+    blocks = weight.reshape(*weight.shape[:-1], -1, math.gcd(weight.shape[-1], BLOCKS[format]))
+    largest = np.max(np.abs(blocks), axis=-1) / ((table[-1] - table[0]) / 2)
     scale = np.where(largest > 0, largest, np.float32(1)).astype(dtype)
     scaled = blocks / scale.astype(np.float32)[..., None]
     # A code is the number of the 15 midpoints that are below: in numpy ten times as fast as a binary search.
-    above = ((scaled > middle).astype(np.uint8) for middle in (NF4[1:] + NF4[:-1]) / 2)
+    above = ((scaled > middle).astype(np.uint8) for middle in (table[1:] + table[:-1]) / 2)
     codes = functools.reduce(operator.add, above).reshape(weight.shape)
     return codes[..., ::2] << 4 | codes[..., 1::2], scale
 
@@ -99,10 +108,10 @@ def dequantize_weight(
     values: Shaped[Array, "*rows stored"], scale: Float[Array, "..."], format: Format
 ) -> Float[Array, "..."]:
     """Computes the weights from values and scales, in the dtype of the scales."""
-    if format != "nf4":
+    if format not in TABLES:
         return values.astype(scale.dtype) * scale[..., None]
     codes = jnp.stack([values >> 4, values & 15], axis=-1).reshape(*scale.shape, -1)
-    weight = jnp.asarray(NF4)[codes.astype(jnp.int32)] * scale[..., None].astype(jnp.float32)
+    weight = jnp.asarray(TABLES[format])[codes.astype(jnp.int32)] * scale[..., None].astype(jnp.float32)
     return weight.reshape(*values.shape[:-1], -1).astype(scale.dtype)
 
 
@@ -124,7 +133,7 @@ class QuantizedLinear(AbstractLinear):
         return shape(self.weight, self.format)
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        if self.format == "nf4":
+        if self.format in TABLES:
             y = jnp.einsum("...i,oi->...o", x, self.matrix().astype(x.dtype))
         else:
             matmul = kernels.int8_matmul if self.format == "int8" else kernels.fp8_matmul
@@ -166,7 +175,7 @@ class QuantizedExpertLinear(AbstractExpertLinear):
 
     def part(self, axis: str) -> "QuantizedExpertLinear":
         scale, bias = self.scale, None if self.bias is None else on_first(self.bias, axis)
-        if self.format == "nf4":  # the scales are not split: if a block is split, both devices take its scale
+        if self.format in TABLES:  # the scales are not split: if a block is split, both devices take its scale
             devices, blocks = jax.lax.axis_size(axis), scale.shape[-1]
             scale = jnp.repeat(scale, devices // math.gcd(devices, blocks), axis=-1)
             size = scale.shape[-1] // devices
@@ -177,15 +186,15 @@ class QuantizedExpertLinear(AbstractExpertLinear):
         return quantized_specs(self, spec)
 
 
-def shape(weight: Shaped[Array, "..."], format: Format) -> tuple[int, ...]:
+def shape(weight: Shaped[Array | np.ndarray, "..."], format: Format) -> tuple[int, ...]:
     """Returns the shape of the weight that is stored as `weight` in a format."""
-    return (*weight.shape[:-1], 2 * weight.shape[-1]) if format == "nf4" else weight.shape
+    return (*weight.shape[:-1], 2 * weight.shape[-1]) if format in TABLES else weight.shape
 
 
 def quantized_specs(linear: Any, spec: P) -> Any:
     """Replaces each array of a quantised linear map, or of experts', by its `PartitionSpec`; `spec` is the weight's."""
     rows = P(*spec[:-1])
-    scale = P(*rows, None) if linear.format == "nf4" else rows  # a row may have too few blocks to split them
+    scale = P(*rows, None) if linear.format in TABLES else rows  # a row may have too few blocks to split them
     result = eqx.tree_at(lambda m: (m.weight, m.scale), linear, (spec, scale))
     return result if linear.bias is None else eqx.tree_at(lambda m: m.bias, result, rows)
 

@@ -148,7 +148,10 @@ class Source:
 
     @property
     def _quantization(self) -> Mapping[str, Any] | None:
-        return self.config_json.get("quantization_config")
+        """The object of config.json that says how tensors are stored; some files nest it in `text_config`."""
+        text = self.config_json.get("text_config")
+        nested = text.get("quantization_config") if isinstance(text, Mapping) else None
+        return self.config_json.get("quantization_config") or nested
 
 
 def _check_published(name: str) -> None:

@@ -23,10 +23,11 @@ from tests.zoo.programs import TOKENS, error, noise, on_host, packed, same
 from train.step.language import cross_entropy
 from zoo import surgery
 from zoo.config import read as read_config
-from zoo.lora import LoRALinear
+from zoo.lora import LoRAExpertLinear, LoRALinear
 from zoo.models import deepseek2, deepseek3
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, RMSNorm
 from zoo.nn.mtp import module_of
-from zoo.quantized import QuantizedLinear
+from zoo.quantized import QuantizedExpertLinear, QuantizedLinear, dequantize_weight
 from zoo.weights.checkpoint import skeleton
 
 
@@ -460,6 +461,131 @@ def test_fp8_round_trip(tmp_path):
     assert (
         max(jax.tree.leaves(away)) < 1 / 16 and away.mtp.eh_proj.weight == 0 < away.mtp.block.mlp.experts.up_proj.weight
     )
+
+
+FOUR_BITS = dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True, dynamic=False, actorder=None)
+GROUPS = {"group_0": dict(targets=["Linear"], weights=FOUR_BITS, input_activations=None, output_activations=None)}
+INT4 = dict(
+    quant_method="compressed-tensors", format="pack-quantized", quantization_status="compressed", kv_cache_scheme=None,
+    config_groups=GROUPS, ignore=["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory):
+    """Returns folders of K2 Thinking, K2.5, and of a checkpoint of the numbers that these stand for.
+
+    The values are unpacked here word by word, as compressed-tensors does.
+    """
+    name, root, random = "deepseek3-kimi", tmp_path_factory.mktemp("int4"), np.random.RandomState(4)
+    changes = dict(moe_intermediate_size=64, model_type="kimi_k2", torch_dtype="bfloat16")
+    packed, plain = {}, {}
+    for tensor, shape in tiny.deepseek3.shapes(tiny.CONFIGS[name] | changes).items():
+        value = tiny.deepseek3.values(tensor, random.standard_normal(shape))
+        kind = np.float32 if tensor.endswith("_bias") else ml_dtypes.bfloat16
+        if ".experts." not in tensor:
+            packed[tensor] = plain[tensor] = value.astype(kind)
+            continue
+        words = random.randint(-(2**31), 2**31, (shape[0], shape[1] // 8)).astype(np.int32)
+        scales = random.uniform(0.01, 0.04, (shape[0], shape[1] // 32)).astype(kind)
+        codes = np.stack([(words >> 4 * n & 15) - 8 for n in range(8)], axis=-1).reshape(shape)
+        plain[tensor] = (codes * scales.astype(np.float32).repeat(32, axis=1)).astype(kind)
+        packed |= {f"{tensor}_packed": words, f"{tensor}_scale": scales, f"{tensor}_shape": np.int32(shape)}
+    text = tiny.CONFIGS[name] | changes | {"quantization_config": INT4}
+    sees = dict(
+        architectures=["KimiK25ForConditionalGeneration"], model_type="kimi_k25", text_config=text, eos_token_id=3,
+        vision_config={"vt_hidden_size": 8}, tie_word_embeddings=False, media_placeholder_token_id=5,
+    )  # fmt: skip
+    tower = {f"{part}.weight": np.ones((2, 2), np.float32) for part in ("vision_tower.a", "mm_projector.proj.0")}
+    nested = {f"language_model.{tensor}": value for tensor, value in packed.items()} | tower
+    files = {"packed": (text, packed), "nested": (sees, nested), "plain": (tiny.CONFIGS[name] | changes, plain)}
+    for file, (config, tensors) in files.items():
+        (root / file).mkdir()
+        (root / file / "config.json").write_text(json.dumps(config))
+        safetensors.numpy.save_file(tensors, root / file / "model.safetensors", metadata={"format": "pt"})
+    return root
+
+
+def experts_of(model):
+    return dict(surgery.modules(model, AbstractExpertLinear))
+
+
+def test_int4_is_read_as_stored(int4):
+    """Experts in four bits are dequantised while they are read, or stay as they are, and stand for the same numbers."""
+    plain = zoo.load(int4 / "plain")
+    assert same(zoo.load(int4 / "packed"), plain) and same(zoo.load(int4 / "nested"), plain)
+    others = lambda model: [x for _, x in surgery.modules(model, (AbstractLinear, Embedding, RMSNorm))]
+    for dtype in (None, "float32"):
+        floats, kept = (zoo.load(int4 / "packed", dtype=dtype, quantize=quantize) for quantize in (None, "stored"))
+        assert same(zoo.load(int4 / "nested", dtype=dtype, quantize="stored"), kept)
+        assert same(others(kept), others(floats))
+        for (path, want), (_, codes) in zip(experts_of(floats).items(), experts_of(kept).items(), strict=True):
+            assert type(codes) is QuantizedExpertLinear and codes.shape == want.shape, path
+            assert codes.weight.nbytes * 2 == want.weight.size and codes.scale.dtype == want.weight.dtype
+            assert same(dequantize_int4(codes.weight, codes.scale), want.weight), path
+    assert error(packed(kept)[0], packed(floats)[0]) < 1e-6
+    split = zoo.load(int4 / "packed", dtype="float32", quantize="stored", mesh="fsdp=2,tensor=2,expert=2")
+    assert same(split, kept) and not experts_of(split).popitem()[1].weight.sharding.is_fully_replicated
+
+
+dequantize_int4 = jax.jit(lambda weight, scale: dequantize_weight(weight, scale, "int4"))
+
+
+def test_int4_is_saved_as_stored(int4, tmp_path):
+    model = zoo.load(int4 / "nested", quantize="stored")
+    zoo.save(on_host(model), tmp_path)
+    before, after = convert.tensors.open_tensors(int4 / "packed"), convert.tensors.open_tensors(tmp_path)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert (tensor.dtype, tensor.shape) == (after[name].dtype, after[name].shape), name
+        assert tensor.view().tobytes() == after[name].view().tobytes(), name
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == "kimi_k2" and saved["eos_token_id"] == 3 and "vision_config" not in saved
+    assert "model.layers.0.mlp.up_proj" in saved["quantization_config"]["ignore"]
+    assert same(zoo.load(tmp_path, quantize="stored"), model) and same(zoo.load(tmp_path), zoo.load(int4 / "plain"))
+    with pytest.raises(ValueError, match="holds weights in int4"):
+        zoo.save(model, tmp_path, fp8=True)
+
+
+def test_adapters_over_int4(int4):
+    """Experts' adapters have the gradients that they have over the floats that the codes stand for."""
+
+    @eqx.filter_jit
+    def gradients(linear, x):
+        a, b = (np.random.RandomState(1).standard_normal(shape).astype("f") for shape in ((12, 2, 32), (12, 64, 2)))
+        sizes = jnp.full(12, 2)
+        return jax.grad(lambda ab: jnp.sum(jnp.sin(LoRAExpertLinear(linear, *ab, 0.1)(x, sizes))))((a, b))
+
+    x, loaded = np.random.RandomState(2).standard_normal((24, 32)).astype("f"), []
+    for quantize in None, "stored":
+        experts = experts_of(zoo.load(int4 / "packed", dtype="float32", quantize=quantize))
+        loaded.append(jax.tree.map(lambda leaf: leaf[0], experts["layers.period.0.mlp.experts.up_proj"]))
+    wanted, got = (gradients(linear, x) for linear in loaded)
+    for one, other in zip(wanted, got, strict=True):
+        assert np.abs(one).max() > 0 and error(other, one) < 1e-5
+
+
+def test_what_cannot_stay_as_it_is_stored(int4, tmp_path):
+    config = json.loads((int4 / "packed" / "config.json").read_text())
+    tensors = safetensors.numpy.load_file(int4 / "packed" / "model.safetensors")
+
+    def load(changes, weights=FOUR_BITS, dtype=None):
+        groups = {"group_0": dict(targets=["Linear"], weights=weights)}
+        changed = config | dict(quantization_config=INT4 | dict(config_groups=groups))
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        safetensors.numpy.save_file(tensors | changes, tmp_path / "model.safetensors")
+        zoo.load(tmp_path, dtype=dtype, quantize="stored")
+
+    with pytest.raises(ValueError, match=r"_scale in .* is bfloat16; float16 cannot hold .* choose dtype='float32'"):
+        load({}, dtype="float16")
+    scale = "model.layers.1.mlp.experts.3.up_proj.weight_scale"
+    with pytest.raises(ValueError, match=r"experts.3.up_proj.weight in .* holds nothing but zeros"):
+        load({scale: np.zeros_like(tensors[scale])})
+    with pytest.raises(ValueError, match=r"experts.3.up_proj.weight_scale in .* holds NaN or infinities"):
+        load({scale: np.full_like(tensors[scale], np.nan)})
+    rows = {name: np.ascontiguousarray(x[:, :1]) for name, x in tensors.items() if name.endswith("_scale")}
+    with pytest.raises(ValueError, match=r"experts.0.*_proj.weight in .* cannot stay as it is stored"):
+        load(rows, FOUR_BITS | dict(group_size=None, strategy="channel"))
 
 
 def test_kimi(tmp_path):

@@ -1,8 +1,9 @@
-"""DeepSeek V3 (arXiv:2412.19437), R1 (arXiv:2501.12948), Kimi K2 (arXiv:2507.20534) and GLM-4.7-Flash.
+"""DeepSeek V3 (arXiv:2412.19437), R1 (arXiv:2501.12948), Kimi K2 to K2.7 (arXiv:2507.20534) and GLM-4.7-Flash.
 
 Latent attention and shared experts as in V2. The experts' scores are sigmoids. A bias that affects only which experts
 are chosen evens their load, where other families need a loss. All but Kimi K2 have a module that predicts one more
-token. V3, R1 and K2 are published in fp8.
+token. V3, R1 and K2 are published in fp8. From K2 Thinking on, Kimi's experts are published in four bits, which
+zoo.load(..., quantize="stored") keeps in memory, too. K2.5 and later see; here they are their text models.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.cache import LatentKV
+from zoo.nn.fields import text_config
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -86,29 +88,37 @@ K2: dict[str, Any] = dict(
     first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.827, num_nextn_predict_layers=0,
     rope_theta=50_000.0, rope_scaling=YarnScaling(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0),
 )
-K2_0905 = K2 | dict(rope_scaling=dataclasses.replace(K2["rope_scaling"], factor=64.0))
+K2_0905: dict[str, Any] = K2 | dict(rope_scaling=dataclasses.replace(K2["rope_scaling"], factor=64.0))
+THINKING: dict[str, Any] = K2 | dict(rope_scaling=dataclasses.replace(K2["rope_scaling"], factor=64.0, beta_fast=32.0))
+K2_5: dict[str, Any] = THINKING | dict(rms_norm_eps=1e-5)
 FLASH: dict[str, Any] = dict(  # transformers' defaults for glm4_moe_lite, too
     q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, num_experts_per_tok=4, n_group=1, topk_group=1,
     routed_scaling_factor=1.8, first_k_dense_replace=1, rms_norm_eps=1e-5,
 )
-#                      vocab  hidden    mlp  expert  layers  heads   kv  experts  positions
-DEEPSEEK_V3  = Config(129280,   7168, 18432,   2048,     61,   128, 128,    256,    163840, **V3)
-KIMI_K2      = Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    131072, **K2)
-KIMI_K2_0905 = Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    262144, **K2_0905)
-GLM_FLASH    = Config(154880,   2048, 10240,   1536,     47,    20,  20,     64,    202752, **FLASH, rope_theta=1e6)
+#                          vocab  hidden    mlp  expert  layers  heads   kv  experts  positions
+DEEPSEEK_V3      = Config(129280,   7168, 18432,   2048,     61,   128, 128,    256,    163840, **V3)
+KIMI_K2          = Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    131072, **K2)
+KIMI_K2_0905     = Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    262144, **K2_0905)
+KIMI_K2_THINKING = Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    262144, **THINKING)
+KIMI_K2_5        = Config(163840,   7168, 18432,   2048,     61,    64,  64,    384,    262144, **K2_5)
+GLM_FLASH        = Config(154880,   2048, 10240,   1536,     47,    20,  20,     64,    202752, **FLASH, rope_theta=1e6)
 
 CONFIGS = {
-    "deepseek-v3":            Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3"),
-    "deepseek-v3-base":       Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3-Base"),
-    "deepseek-v3-0324":       Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3-0324"),
-    "deepseek-v3.1":          Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3.1"),
-    "deepseek-v3.1-terminus": Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-V3.1-Terminus"),
-    "deepseek-r1":            Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-R1"),
-    "deepseek-r1-0528":       Released(DEEPSEEK_V3,  "deepseek-ai/DeepSeek-R1-0528"),
-    "kimi-k2":                Released(KIMI_K2,      "moonshotai/Kimi-K2-Instruct"),
-    "kimi-k2-base":           Released(KIMI_K2,      "moonshotai/Kimi-K2-Base"),
-    "kimi-k2-0905":           Released(KIMI_K2_0905, "moonshotai/Kimi-K2-Instruct-0905"),
-    "glm4.7-flash":           Released(GLM_FLASH,    "zai-org/GLM-4.7-Flash"),
+    "deepseek-v3":            Released(DEEPSEEK_V3,      "deepseek-ai/DeepSeek-V3"),
+    "deepseek-v3-base":       Released(DEEPSEEK_V3,      "deepseek-ai/DeepSeek-V3-Base"),
+    "deepseek-v3-0324":       Released(DEEPSEEK_V3,      "deepseek-ai/DeepSeek-V3-0324"),
+    "deepseek-v3.1":          Released(DEEPSEEK_V3,      "deepseek-ai/DeepSeek-V3.1"),
+    "deepseek-v3.1-terminus": Released(DEEPSEEK_V3,      "deepseek-ai/DeepSeek-V3.1-Terminus"),
+    "deepseek-r1":            Released(DEEPSEEK_V3,      "deepseek-ai/DeepSeek-R1"),
+    "deepseek-r1-0528":       Released(DEEPSEEK_V3,      "deepseek-ai/DeepSeek-R1-0528"),
+    "kimi-k2":                Released(KIMI_K2,          "moonshotai/Kimi-K2-Instruct"),
+    "kimi-k2-base":           Released(KIMI_K2,          "moonshotai/Kimi-K2-Base"),
+    "kimi-k2-0905":           Released(KIMI_K2_0905,     "moonshotai/Kimi-K2-Instruct-0905"),
+    "kimi-k2-thinking":       Released(KIMI_K2_THINKING, "moonshotai/Kimi-K2-Thinking"),
+    "kimi-k2.5":              Released(KIMI_K2_5,        "moonshotai/Kimi-K2.5"),
+    "kimi-k2.6":              Released(KIMI_K2_5,        "moonshotai/Kimi-K2.6"),
+    "kimi-k2.7-code":         Released(KIMI_K2_5,        "moonshotai/Kimi-K2.7-Code"),
+    "glm4.7-flash":           Released(GLM_FLASH,        "zai-org/GLM-4.7-Flash"),
 }
 # fmt: on
 
@@ -227,14 +237,30 @@ class Model(AbstractMTPModel):
         return self.lm_head(x)
 
 
+# Keys beside `text_config` from K2.5 on: those of the tower, which is not implemented, and those that count more than
+# the text model's own.
+SIGHT = (
+    "architectures", "model_type", "vision_config", "ignore_index", "media_placeholder_token_id",
+    "use_unified_vision_chunk", "video_placeholder", "image_token_id", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id", "projection_hidden_size", "projection_layer_norm_eps",
+)  # fmt: skip
+OUTSIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+UNUSED: dict[str, Any] = dict(add_cross_attention=False, pruned_heads={})  # what transformers 4 wrote for every model
+
+
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     """Drop two sizes that transformers 5 writes and that follow from others, and replace null as it does.
 
-    GLM-4.7-Flash has other defaults, and in transformers `mlp_layer_types` in place of `first_k_dense_replace`.
+    From K2.5 on Kimi's keys are in a `text_config`. GLM-4.7-Flash has other defaults, and in transformers
+    `mlp_layer_types` in place of `first_k_dense_replace`.
 
     Raises:
-        ValueError: if `mlp_layer_types` is no list of all layers, the dense ones first.
+        ValueError: if `mlp_layer_types` is no list of all layers, the dense ones first, or from `text_config`.
     """
+    if "text_config" in hub:
+        outer = {key: hub[key] for key in OUTSIDE if key in hub}
+        hub = text_config({key: value for key, value in hub.items() if key not in outer}, SIGHT) | outer
+        hub = {key: value for key, value in hub.items() if key not in UNUSED or value != UNUSED[key]}
     null, rotary = dict(norm_topk_prob=False, rope_interleave=False), hub.get("qk_rope_head_dim", 64)
     if hub.get("model_type") == "glm4_moe_lite":
         hub = FLASH | {key: value for key, value in hub.items() if value is not None or key == "q_lora_rank"}
@@ -260,11 +286,11 @@ def published_form(hub: dict[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(  # zoo/nn/model.py explains the fields
-    title="DeepSeek V3, R1; Kimi K2; GLM-4.7-Flash",
+    title="DeepSeek V3, R1; Kimi K2 to K2.7; GLM-4.7-Flash",
     Config=Config,
     Model=Model,
     configs=CONFIGS,
-    model_types=("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+    model_types=("deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite"),
     partition_rules={
         "embed_tokens": P("tensor", "fsdp"),
         "lm_head": P("tensor", "fsdp"),
@@ -289,7 +315,10 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "*": "model.{}",
     },
     fp8_blocks=["*.self_attn.*_proj*.weight", "*.mlp.*_proj.weight"],
+    aliases={"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},  # of Kimi K2.5 and later
     redundant={
+        "vision_tower.*": None,
+        "mm_projector.*": None,
         "model.layers.*.self_attn.rotary_emb.inv_freq": None,
         "model.layers.{config.mtp_layer}.*": None,  # MTP: all of it, or its copies of embedding and head
     },

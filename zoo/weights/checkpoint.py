@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -30,13 +30,21 @@ import rich.console
 import rich.progress
 from jax.sharding import Mesh, NamedSharding
 
+from convert.dequantize import INT4_COLUMNS, PackedIntegers, int4_words
 from convert.packed import Packed, quantize_blocks
 from convert.tensors import Lazy, Tensor
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Stack
-from zoo.quantized import Format, LowPrecisionExpertLinear, LowPrecisionLinear, quantize
-from zoo.surgery import modules, path_name, shardings
+from zoo.quantized import (
+    Format,
+    LowPrecisionExpertLinear,
+    LowPrecisionLinear,
+    QuantizedExpertLinear,
+    QuantizedLinear,
+    quantize,
+)
+from zoo.surgery import map_linears, modules, path_name, shardings
 from zoo.weights.gather import gathered
 from zoo.weights.reading import Fused, Parameter, Part, Reader, Scan, Stored, once
 
@@ -45,6 +53,7 @@ M = TypeVar("M", bound=AbstractModel)
 
 # Linear maps that are stored as plain ones.
 PLAIN = (Linear, LowPrecisionLinear, ExpertLinear, LowPrecisionExpertLinear)
+QUANTIZED = (QuantizedLinear, QuantizedExpertLinear)
 # The quantization_config of an export with `fp8`.
 FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
 
@@ -71,18 +80,20 @@ def check_sizes(config: AbstractConfig, tensors: Mapping[str, Any]) -> None:
 
 
 def parameters(model: AbstractModel, family: Family, most: int = 2**31) -> Iterator[Parameter]:
-    """List the parameters of a model, or of its skeleton.
+    """List the parameters of a model, or of its skeleton. Scales of quantized weights have the names of the weights.
 
     Raises:
         ValueError: before listing the tensors of a parameter, if they are more than `most`.
     """
     stacks = dict(modules(model, Stack))
+    scales = {f"{path}.scale" for path, _ in modules(model, QUANTIZED)}
     for key_path, array in jax.tree_util.tree_leaves_with_path(model):
         path = path_name(key_path)
-        each, stacked = [path], False
+        named = path.removesuffix("scale") + "weight" if path in scales else path
+        each, stacked = [named], False
         for stack_path, stack in stacks.items():
             if path.startswith(f"{stack_path}."):
-                part, j, rest = path.removeprefix(f"{stack_path}.").split(".", 2)
+                part, j, rest = named.removeprefix(f"{stack_path}.").split(".", 2)
                 each = [f"{stack_path}.{n}.{rest}" for n in stack.layer_numbers(part, int(j))]
                 stacked = part == "period"
         pattern, template = next(pair for pair in family.checkpoint_names.items() if match_wildcards(pair[0], each[0]))
@@ -172,7 +183,7 @@ def fill(
     *,
     dtype: np.dtype | None,
     mesh: Mesh | None,
-    format: Format | None = None,
+    format: Format | Literal["stored"] | None = None,
     check_values: bool = True,
     mmap: bool = True,
 ) -> M:
@@ -185,19 +196,23 @@ def fill(
         dtype: dtype of the arrays; None keeps the stored one.
         mesh: each device gets its part by the family's `partition_rules`, and each process reads only the parts of its
             own devices.
-        format: quantize each tensor as it is read, in whole rows, as `zoo.quantized.quantize` does.
+        format: quantize each tensor as it is read, in whole rows, as `zoo.quantized.quantize` does. "stored": do not
+            dequantise those in int4.
         check_values: check all values read by `zoo.weights.reading.Scan`.
         mmap: on a CPU and without a mesh, do not copy a tensor that needs neither cast nor stacking: the array is the
             memory-mapped file.
 
     Raises:
-        ValueError: tensors are missing, unknown, of a wrong shape, or not floating point, or `Scan` refuses them; the
-            message names them.
+        ValueError: tensors are missing, unknown, of a wrong shape, or not floating point, `Scan` refuses them, or they
+            cannot stay as they are stored; the message names them.
     """
     wanted, tensors = list(parameters(skeleton, family, len(tensors))), standard_names(tensors, family)
     wanted = as_stored(wanted, tensors)
     check(wanted, tensors, skeleton.config, family, dtype)
-    result = eqx.filter_eval_shape(quantize, skeleton, format) if format else skeleton
+    if format == "stored":
+        result, format = with_int4(skeleton, wanted, tensors, dtype), "int4"
+    else:
+        result = eqx.filter_eval_shape(quantize, skeleton, format) if format else skeleton
     shapes = {path_name(path): a.shape for path, a in jax.tree_util.tree_leaves_with_path(result)}
     places = jax.tree.leaves(shardings(result, family.partition_rules, mesh)) if mesh else [None] * len(shapes)
     places = dict(zip(shapes, places, strict=True))
@@ -224,6 +239,42 @@ def dtypes_of(
     float32 = tuple(f"{path}." for path, _ in modules(skeleton, Float32))
     own = lambda parameter: dtype or tensors[parameter.names.flat[0]].dtype
     return {p.path: np.dtype(np.float32) if p.path.startswith(float32) else own(p) for p in wanted}
+
+
+def with_int4(skeleton: M, wanted: Sequence[Parameter], tensors: Mapping[str, Stored], dtype: np.dtype | None) -> M:
+    """Replace the linear maps of a skeleton whose weights are stored in int4 by quantized ones, which hold them so.
+
+    Raises:
+        ValueError: a linear map's weight is stored in another quantized format, its layers or experts are stored in
+            different ones, or the model's dtype cannot hold its scales; the message names the tensor.
+    """
+    held: set[str] = set()
+    linears = dict(modules(skeleton, (Linear, ExpertLinear)))
+    for parameter in wanted:
+        path, _, field = parameter.path.rpartition(".")
+        stored = [tensors[name] for name in parameter.names.flat]
+        if path not in linears or field != "weight" or all(isinstance(tensor, Tensor) for tensor in stored):
+            continue
+        for tensor in stored:
+            if not isinstance(tensor, PackedIntegers) or not tensor.is_int4:
+                raise ValueError(
+                    f"{tensor.name} in {tensor.file} cannot stay as it is stored, as quantize='stored' asks. Four bits "
+                    f"with a scale for {INT4_COLUMNS} weights and no zero points can, for all layers and experts alike."
+                )
+            if not np.can_cast(tensor.scales.dtype, dtype or tensor.dtype):
+                raise ValueError(
+                    f"{tensor.scales.name} in {tensor.file} is {tensor.scales.dtype}; {dtype or tensor.dtype} cannot "
+                    "hold all of its numbers. With quantize='stored', choose dtype='float32'."
+                )
+        held.add(path)
+
+    def in_int4(model: M) -> M:
+        for kind, quantized in ((AbstractLinear, QuantizedLinear), (AbstractExpertLinear, QuantizedExpertLinear)):
+            for path in [path for path, _ in modules(model, kind) if path in held]:
+                model = map_linears(model, functools.partial(quantized, format="int4"), path, kind=kind)
+        return model
+
+    return eqx.filter_eval_shape(in_int4, skeleton)
 
 
 @contextlib.contextmanager
@@ -255,7 +306,10 @@ def parts_of(
     scale = f"{path.removesuffix('.weight')}.scale"
     if format is None or scale not in shapes:
         return {path: once(lambda index: reader.read(parameter, index, dtype))}
-    both = once(lambda index: reader.read_quantized(parameter, index, dtype, format))
+    if format == "int4":
+        both = once(lambda index: reader.read_int4(parameter, index, dtype))
+    else:
+        both = once(lambda index: reader.read_quantized(parameter, index, dtype, format))
     rows, scaled = parameter.array.ndim - 1, len(shapes[scale])
     return {
         path: lambda index: both(index[:rows])[0][..., index[rows]],
@@ -354,18 +408,28 @@ def equal(a: Stored, b: Stored) -> bool:
 def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[str, Lazy]:
     """Invert `fill`: return tensor name -> (shape, dtype, function that returns it as numpy), in layer order.
 
+    A weight in int4 is stored as three tensors, as compressed-tensors does.
+
     `fp8` stores the matrices in the family's `fp8_blocks` in 8 bits, with a scale for each block of 128 x 128. Experts
     that otherwise are one tensor are then stored one by one, as in published checkpoints.
 
     Raises:
         ValueError: if surgery has replaced a linear by a kind that the Hub layout cannot hold, if the model is not
-            what the family makes of its config, or if `fp8` is asked of a family without that layout.
+            what the family makes of its config, or if `fp8` is asked of a family without that layout or of a model with
+            weights in int4.
     """
     if fp8 and not family.fp8_blocks:
         raise ValueError(f"{family.name} has no layout with fp8 blocks.")
     check_unchanged(model, family)
+    int4 = {path for path, _ in modules(model, QUANTIZED)}
+    if fp8 and int4:
+        raise ValueError("The model holds weights in int4, which stay so: save it without fp8.")
     out: dict[str, Lazy] = {}
     for parameter in parameters(model, family):
+        if parameter.path.rpartition(".")[0] in int4:
+            for at in np.ndindex(parameter.names.shape):
+                out |= int4_tensors(parameter, at)
+            continue
         blocks = fp8 and any(fnmatch.fnmatch(parameter.path, pattern) for pattern in family.fp8_blocks)
         for at in np.ndindex(parameter.names.shape):
             if not blocks:
@@ -379,10 +443,46 @@ def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[s
     return {published_name(name, model, family): tensor for name, tensor in out.items()}
 
 
+def int4_tensors(parameter: Parameter, at: tuple[int, ...]) -> dict[str, Lazy]:
+    """Return the tensors for `array[at]` of a map in int4: for its codes, its scales, or its bias.
+
+    Raises:
+        ValueError: the family stores the weight with swapped axes, or all experts' as one tensor.
+    """
+    name, shape, dtype = str(parameter.names[at]), parameter.stored_shape, np.dtype(parameter.array.dtype)
+    get = functools.partial(stored, parameter, at)
+    match parameter.path.rpartition(".")[2]:
+        case "weight" if parameter.transposed or len(shape) != 2:
+            raise ValueError(f"{name} has no layout in int4: {parameter.path} is not stored as matrices of (out, in).")
+        case "weight":
+            rows, columns = shape[0], 2 * shape[1]
+            return {
+                f"{name}_packed": ((rows, columns // 8), np.dtype(np.int32), lambda: int4_words(get())),
+                f"{name}_shape": ((2,), np.dtype(np.int32), lambda: np.array([rows, columns], np.int32)),
+            }
+        case "scale":
+            return {f"{name}_scale": (shape, dtype, get)}
+        case _:
+            return {name: (shape, dtype, get)}
+
+
+def int4_config(model: AbstractModel, tensors: Mapping[str, Lazy]) -> dict[str, Any] | None:
+    """Return the quantization_config of an export with these tensors; None if none is in int4."""
+    if not any(modules(model, QUANTIZED)):
+        return None
+    weights = dict(type="int", num_bits=4, symmetric=True, strategy="group", group_size=INT4_COLUMNS, dynamic=False)
+    group = dict(targets=["Linear"], weights=weights, input_activations=None, output_activations=None)
+    plain = [name.removesuffix(".weight") for name, (shape, _, _) in tensors.items() if name.endswith(".weight")]
+    return dict(
+        quant_method="compressed-tensors", format="pack-quantized", quantization_status="compressed",
+        config_groups={"group_0": group}, ignore=[name for name in plain if len(tensors[f"{name}.weight"][0]) == 2],
+    )  # fmt: skip
+
+
 def check_unchanged(model: AbstractModel, family: Family) -> None:
     """Raise ValueError unless a model is what the family makes of its config, so that a folder can hold it."""
     for path, linear in modules(model, (AbstractLinear, AbstractExpertLinear)):
-        if not isinstance(linear, PLAIN):
+        if not isinstance(linear, PLAIN) and not is_int4(linear):
             raise ValueError(f"{path} is a {type(linear).__name__}; the Hub layout only holds plain linears.")
     parts = [part for part in family.parts if getattr(model, part) is not None]
     if change := changed(model, skeleton(family, model.config, parts), "model"):
@@ -392,13 +492,19 @@ def check_unchanged(model: AbstractModel, family: Family) -> None:
         )
 
 
+def is_int4(linear: Any) -> bool:
+    """Whether a linear map is quantized as compressed-tensors stores maps, too."""
+    return isinstance(linear, QUANTIZED) and linear.format == "int4"
+
+
 def changed(model: Any, made: Any, path: str) -> str | None:
     """Describe the first class, static field or shape in which a model differs from its family's; None if none does.
 
-    `PLAIN` linear maps may replace one another, and layers may be rematerialised.
+    `PLAIN` linear maps may replace one another or be in int4, and layers may be rematerialised.
     """
-    if type(model) in PLAIN and type(made) in PLAIN:
-        model, made = ((linear.weight, linear.bias) for linear in (model, made))
+    if type(made) in PLAIN and (type(model) in PLAIN or is_int4(model)):
+        matrix = lambda linear: jax.ShapeDtypeStruct(linear.shape, linear.weight.dtype)
+        model, made = ((matrix(linear), linear.bias) for linear in (model, made))
     if isinstance(made, jax.ShapeDtypeStruct):
         shape = getattr(model, "shape", None)
         return None if shape == made.shape else f"{path} has the shape {shape}, and its family's has {made.shape}"

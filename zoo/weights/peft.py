@@ -234,7 +234,7 @@ def warnings_of(folder: str | os.PathLike[str], *, quantize: str | None, weights
     if weights and over.get("weights", weights) != weights:
         found.append(f"WARNING: {folder} was trained over other weights than these ({path} has their hash).")
     if rounding != (quantize or "none"):
-        words = lambda kind: "not quantised" if kind == "none" else f"quantised to {kind}"
+        words = lambda kind: {"none": "not quantised", "stored": "as stored"}.get(kind, f"quantised to {kind}")
         found.append(
             f"WARNING: {folder} was trained over weights {words(rounding)}; these are {words(quantize or 'none')}, so "
             "the model is not quite the one that was trained."

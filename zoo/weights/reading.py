@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from convert.dequantize import INT4_COLUMNS, PackedIntegers
 from convert.packed import Packed
 from convert.tensors import Tensor
 from zoo.quantized import STORED, Format, quantize_weight
@@ -22,6 +23,7 @@ Part = Callable[[Any], Any]  # reads the part of an array at an `Index`
 
 PIECE = 2**25  # bytes that a thread reads at a time
 QUANTIZED_PIECE = 2**18  # the same for a thread that quantizes: this fits into a core's cache
+INT4_ZEROS = 0x88  # two codes of zeros, which are stored plus 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,12 @@ class Scan:
         if matrix and positive <= 0 and negative <= sign:
             self.zeros.append((tensor.name, values.size))
 
+    def look_int4(self, tensor: PackedIntegers, codes: np.ndarray, scales: np.ndarray) -> None:
+        """Check codes and scales of rows that stay in int4 as `look` checks values."""
+        self.look(tensor.scales, scales)
+        if not scales.any() or (codes == INT4_ZEROS).all():
+            self.zeros.append((tensor.name, 2 * codes.size))
+
     def end(self, tensors: Iterable[Stored]) -> None:
         """Raise a ValueError that names the matrix, if all of a matrix was read and is zeros."""
         zeros = collections.Counter()
@@ -176,6 +184,22 @@ class Reader:
 
         self._for_each_piece(fetch, names, shape, PIECE // dtype.itemsize)
         return out
+
+    def read_int4(self, parameter: Parameter, index: Index, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Read the rows `index` of a parameter that is stored in int4, as they are: codes, and scales in `dtype`."""
+        names, inner, shape = locate(parameter, (*index, slice(None)))
+        codes = aligned_empty((*names.shape, *shape[:-1], shape[-1] // 2), STORED["int4"])
+        scales = aligned_empty((*names.shape, *shape[:-1], shape[-1] // INT4_COLUMNS), dtype)
+
+        def fetch(tensor: Stored, at: tuple[int, ...], piece: slice) -> None:
+            assert isinstance(tensor, PackedIntegers)
+            rows = slice(inner[0].start + piece.start, inner[0].start + piece.stop)
+            codes[at][piece], scales[at][piece] = tensor.int4(rows)
+            if self.scan:
+                self.scan.look_int4(tensor, codes[at][piece], scales[at][piece])
+
+        self._for_each_piece(fetch, names, shape, PIECE // dtype.itemsize)
+        return codes, scales
 
     def read_quantized(
         self, parameter: Parameter, index: Index, dtype: np.dtype, format: Format

@@ -3,6 +3,7 @@
 transformers has no `model_type` kimi_k2, so its checkpoint has V3's here.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,8 @@ STACK = "deepseek3"
 PARAMETERS = {
     "deepseek-v3": 671_026_419_200, "deepseek-v3-0324": 671_026_419_200, "deepseek-v3.1": 671_026_419_200,
     "deepseek-v3.1-terminus": 671_026_419_200, "deepseek-r1": 671_026_419_200, "deepseek-r1-0528": 671_026_419_200,
-    "kimi-k2": 1_026_408_232_448, "kimi-k2-0905": 1_026_408_232_448,
+    "kimi-k2": 1_026_408_232_448, "kimi-k2-0905": 1_026_408_232_448, "kimi-k2.5": 1_026_408_232_448,
+    "kimi-k2.6": 1_026_408_232_448, "kimi-k2.7-code": 1_026_408_232_448,
     "glm4.7-flash": 29_943_393_920,
 }  # fmt: skip
 
@@ -55,6 +57,19 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     moe = range(first, config["num_hidden_layers"])
     biases = {f"model.layers.{n}.mlp.gate.e_score_correction_bias": (experts,) for n in moe}
     return deepseek2.shapes(config) | biases
+
+
+def vision_parameters(config: dict[str, Any]) -> int:
+    """Returns the number of parameters of Kimi K2.5 beside the text model: its tower, and the projection."""
+    if "vision_config" not in config:
+        return 0
+    c, embed = config["vision_config"], config["text_config"]["hidden_size"]
+    d, width, merged = c["vt_hidden_size"], c["vt_intermediate_size"], math.prod(c["merge_kernel_size"])
+    linear = lambda ins, outs: (ins + 1) * outs
+    layer = linear(d, 3 * d) + linear(d, d) + linear(d, width) + linear(width, d) + 4 * d
+    places = c["init_pos_emb_height"] * c["init_pos_emb_width"] * d
+    tower = linear(3 * c["patch_size"] ** 2, d) + places + c["vt_num_hidden_layers"] * layer + 2 * d
+    return tower + 2 * d + linear(merged * d, merged * d) + linear(merged * d, embed)
 
 
 def further_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
