@@ -1,6 +1,8 @@
 """Zoo names of models, and where their checkpoints are found."""
 
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 from zoo import models
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
@@ -41,6 +43,16 @@ def register(family: Family) -> None:
 
 for _family in models.FAMILIES.values():
     register(_family)
+
+
+def family_for(hub: Mapping[str, Any]) -> Family | None:
+    """Return the family of a parsed config.json, by its model_type; None: no family has it.
+
+    Where a `text_config` has a model_type, too, the family that names both comes first.
+    """
+    kind, text = hub.get("model_type"), hub.get("text_config")
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    return FAMILIES.get(f"{kind}/{inner}") or FAMILIES.get(str(kind))
 
 
 def family_of(value: AbstractModel | AbstractConfig) -> Family:

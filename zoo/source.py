@@ -100,13 +100,12 @@ class Source:
         Raises:
             ValueError: if no family has that name; the message lists those that are implemented.
         """
-        kind = self.config_json.get("model_type")
-        if kind not in registry.FAMILIES:
+        if (family := registry.family_for(self.config_json)) is None:
             raise ValueError(
-                f"{self.folder / 'config.json'} has the model_type {kind!r}; implemented are "
-                f"{', '.join(registry.FAMILIES)}."
+                f"{self.folder / 'config.json'} has the model_type {self.config_json.get('model_type')!r}; implemented "
+                f"are {', '.join(registry.FAMILIES)}."
             )
-        return registry.FAMILIES[kind]
+        return family
 
     @functools.cached_property
     def config(self) -> AbstractConfig:

@@ -28,6 +28,10 @@ def load(folder: pathlib.Path, dtype: str = "float32"):
     """Loads transformers' model, with its eager attention."""
     import transformers
 
+    # transformers has a class of Mistral 4's text models, but does not list it here.
+    transformers.AutoModelForCausalLM.register(
+        transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+    )
     if json.loads((folder / "config.json").read_text())["model_type"] in WHOLE:
         return _text_of_whole(folder, dtype)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(

@@ -109,7 +109,7 @@ def test_parameter_count(config):
 @pytest.mark.parametrize("name", [n for n in registry.REPOSITORIES if (FACTS / f"{n}.json").exists()])
 def test_facts(name):
     facts = json.loads((FACTS / f"{name}.json").read_text())
-    family = registry.FAMILIES[facts["config"]["model_type"]]
+    family = registry.family_for(facts["config"])
     for form in {"config", "hub_config_verbatim"} & facts.keys():
         assert read(family, facts[form] | UNRECORDED.get(name, {})) == zoo.config(name)
     assert registry.REPOSITORIES[INSTRUCT.get(name, name)] == facts["hf_repo"]

@@ -82,11 +82,25 @@ class LatentAttention(AbstractMixer):
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: LatentKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
-        c = self.config
-        heads = lambda y: jnp.split(y.reshape(*y.shape[:2], c.num_attention_heads, -1), [c.qk_nope_head_dim], axis=-1)
+        return self.attend(self.queries(x), x, cache, at)
+
+    def queries(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq features"]:
+        """Projects all heads' queries, which are not rotated yet."""
         q = x  # through q_proj, or through the other three
         for step in (self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj):
             q = q if step is None else step(q)
+        return q
+
+    def attend(
+        self,
+        q: Float[Array, "batch seq features"],
+        x: Float[Array, "batch seq embed"],
+        cache: LatentKV | None,
+        at: Tokens,
+    ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
+        """Rotates these queries, and attends with them to the latents of `x` and to those in the cache."""
+        c = self.config
+        heads = lambda y: jnp.split(y.reshape(*y.shape[:2], c.num_attention_heads, -1), [c.qk_nope_head_dim], axis=-1)
         q_nope, q_pe = heads(q)
         c_kv, k_pe = jnp.split(self.kv_a_proj_with_mqa(x), [c.kv_lora_rank], axis=-1)
         c_kv = self.kv_a_layernorm(c_kv)

@@ -352,7 +352,8 @@ class Family:
     """Key of config.json -> the one value of it that the family implements, or `OneOf` several."""
 
     model_types: tuple[str, ...]
-    """The `model_type`s of the family in config.json."""
+    """The `model_type`s of the family in config.json. "outer/inner": of a file of the type outer whose `text_config` is
+    of the type inner, if other families read other files of the type outer."""
 
     redundant: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     """Pattern of the name of a tensor that checkpoints may hold and the model does not need -> the tensor that it
