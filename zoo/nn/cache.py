@@ -81,17 +81,26 @@ class KV(AbstractCache):
     """
 
     k: Float[Array, "layers batch length heads dim"] | Int8Vectors
-    v: Float[Array, "layers batch length heads dim"] | Int8Vectors
+    v: Float[Array, "layers batch length heads v_dim"] | Int8Vectors
     layer: Int[Array, ""]
     rewinds: ClassVar[bool] = True
 
     @classmethod
-    def init(cls, layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike) -> "KV":
-        zeros = jnp.zeros((layers, batch, length, heads, dim), dtype)
-        return cls(zeros, zeros.copy(), jnp.array(0, jnp.int32))
+    def init(
+        cls,
+        layers: int,
+        batch: int,
+        length: int,
+        heads: int,
+        dim: int,
+        dtype: DTypeLike,
+        *,
+        v_dim: int | None = None,
+    ) -> "KV":
+        return cls(*_empty(layers, batch, length, heads, dim, v_dim, dtype), jnp.array(0, jnp.int32))
 
     def update(
-        self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads dim"], at: Tokens
+        self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads v_dim"], at: Tokens
     ) -> tuple["KV", Stacked, Stacked, Tokens]:
         """Writes new keys and values. Returns the cache, this layer's keys and values, and where they stand."""
         where = (self.layer, jnp.arange(len(k))[:, None], _indices(at, k, self.k.shape[2]))
@@ -119,7 +128,7 @@ class WindowKV(AbstractCache):
     """
 
     k: Float[Array, "layers batch length heads dim"] | Int8Vectors
-    v: Float[Array, "layers batch length heads dim"] | Int8Vectors
+    v: Float[Array, "layers batch length heads v_dim"] | Int8Vectors
     positions: Int[Array, "layers batch length"]
     layer: Int[Array, ""]
     spare: int = eqx.field(static=True, default=0)
@@ -128,18 +137,27 @@ class WindowKV(AbstractCache):
 
     @classmethod
     def init(
-        cls, layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike, spare: int = 0
+        cls,
+        layers: int,
+        batch: int,
+        length: int,
+        heads: int,
+        dim: int,
+        dtype: DTypeLike,
+        spare: int = 0,
+        *,
+        v_dim: int | None = None,
     ) -> "WindowKV":
-        zeros = jnp.zeros((layers, batch, length, heads, dim), dtype)
         never = jnp.full((layers, batch, length), NEVER, jnp.int32)
-        return cls(zeros, zeros.copy(), never, jnp.array(0, jnp.int32), spare)
+        k, v = _empty(layers, batch, length, heads, dim, v_dim, dtype)
+        return cls(k, v, never, jnp.array(0, jnp.int32), spare)
 
     def update(
-        self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads dim"], at: Tokens
+        self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads v_dim"], at: Tokens
     ) -> tuple[
         "WindowKV",
         Float[Array, "batch keys heads dim"] | Stacked,
-        Float[Array, "batch keys heads dim"] | Stacked,
+        Float[Array, "batch keys heads v_dim"] | Stacked,
         Tokens,
     ]:
         """Writes new keys and values. Returns the cache, the keys and values to attend to, and where they stand.
@@ -181,7 +199,8 @@ class WindowKV(AbstractCache):
     def widened(self, more: int) -> "WindowKV":
         assert isinstance(self.k, jax.Array)
         layers, batch, length, heads, dim = self.k.shape
-        return WindowKV.init(layers, batch, length + more, heads, dim, self.k.dtype, self.spare + more)
+        more_spare, v_dim = self.spare + more, self.v.shape[-1]
+        return WindowKV.init(layers, batch, length + more, heads, dim, self.k.dtype, more_spare, v_dim=v_dim)
 
 
 class LatentKV(AbstractCache):
@@ -236,12 +255,30 @@ class NoCache(AbstractCache):
 
 
 def init_kv(
-    layers: int, batch: int, length: int, heads: int, dim: int, dtype: DTypeLike, *, window: int | None
+    layers: int,
+    batch: int,
+    length: int,
+    heads: int,
+    dim: int,
+    dtype: DTypeLike,
+    *,
+    window: int | None,
+    v_dim: int | None = None,
 ) -> KV | WindowKV:
-    """Makes an empty cache for positions 0 to `length` - 1, of layers that see `window` of them back (None: all)."""
+    """Makes an empty cache for positions 0 to `length` - 1, of layers that see `window` of them back (None: all).
+
+    Heads of keys have `dim` features, and those of values `v_dim` (None: as many).
+    """
     if window is None or window >= length:
-        return KV.init(layers, batch, length, heads, dim, dtype)
-    return WindowKV.init(layers, batch, window, heads, dim, dtype)
+        return KV.init(layers, batch, length, heads, dim, dtype, v_dim=v_dim)
+    return WindowKV.init(layers, batch, window, heads, dim, dtype, v_dim=v_dim)
+
+
+def _empty(
+    layers: int, batch: int, length: int, heads: int, dim: int, v_dim: int | None, dtype: DTypeLike
+) -> tuple[Float[Array, "layers batch length heads dim"], Float[Array, "layers batch length heads v_dim"]]:
+    of = lambda size: jnp.zeros((layers, batch, length, heads, size), dtype)
+    return of(dim), of(v_dim or dim)
 
 
 @runtime_checkable
