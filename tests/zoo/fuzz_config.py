@@ -74,6 +74,7 @@ ADDED: dict[str, list[Any]] = dict(
 
 
 MEANT_OTHERWISE = {"architectures", "time_step_min"}  # docs/config.md has transformers' use of the second
+SKIPPED = {"mimo_v2_flash"}  # a released form, of which transformers skips keys and takes the released values instead
 
 
 def mutate(hub: dict[str, Any], draw: random.Random) -> dict[str, Any]:
@@ -199,7 +200,7 @@ class Fuzz:
 
     def run(self, mutations: int, seed: int) -> collections.Counter:
         """Changes `mutations` files. Returns the number of files by outcome."""
-        draw, names = random.Random(seed), list(tiny.CONFIGS)
+        draw, names = random.Random(seed), [name for name in tiny.CONFIGS if name not in SKIPPED]
         for n in range(mutations):
             name = names[n % len(names)]
             self.count[self.try_one(name, mutate(tiny.CONFIGS[name], draw))] += 1

@@ -176,7 +176,14 @@ def test_local_layers_keep_their_window_alone(name):
     assert sorted(keys) == [n for n in range(len(windows) - shared) if kinds[n] != "conv"]
 
 
-@pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3"])  # keys and values, in windows too; and latents
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3-window-head",  # keys and values, in windows too
+        "deepseek3",  # latents
+        pytest.param("mimo_v2_flash", marks=pytest.mark.slow),  # values narrower than keys
+    ],
+)
 def test_int8_is_close_and_small(load, name):
     """The root mean square of the logits' change, in prefill and decode, is at most 2.2% of the logits. That is for
     latents, where routers' choices change, too.
