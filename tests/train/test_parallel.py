@@ -54,6 +54,7 @@ SLOW = [
     ("deepseek2", WEIGHTS),  # latents, whole on each device; more devices along tensor than key/value heads
     ("gpt_oss", EXPERTS),  # sinks, and the biases of experts
     ("mimo_v2_flash", EXPERTS),  # sinks in some layers; values narrower than keys
+    ("laguna", EXPERTS),  # layers with different numbers of heads, gates of each head
     ("mixtral", "replica=2,fsdp=2,expert=2"),
     ("llama4-alternating", "stage=2,expert=2,tensor=2"),  # layers of two kinds in a pipeline, chunks of attention
     ("nemotron_h", "stage=2,fsdp=2,tensor=2"),  # groups of states

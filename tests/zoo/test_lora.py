@@ -22,7 +22,7 @@ from zoo.weights import peft
 
 
 NAMES = ["qwen3", "gpt3", "llama4", "mixtral", "deepseek3", "qwen3_next", "granite4", "nemotron_h", "kimi_linear"]
-NAMES += ["lfm2_moe", "lfm3"]
+NAMES += ["lfm2_moe", "lfm3", "laguna"]
 CASES = pytest.mark.parametrize("name", NAMES)
 # Each of these stores its matrices in its own way, or has names of its own.
 UNLIKE = pytest.mark.parametrize("name", ["gpt3", "llama4", "mixtral", "qwen3_next", "granite4", "nemotron_h"])
