@@ -158,7 +158,6 @@ __all__ += [
     "laguna",
     "llama",
     "llama4",
-    "load",
     "lora",
     "make_mesh",
     "mimo_v2_flash",
