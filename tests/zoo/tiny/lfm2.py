@@ -76,8 +76,11 @@ def mlp_width(config: dict[str, Any]) -> int:
 def conv(config: dict[str, Any], layer: str) -> dict[str, tuple[int, ...]]:
     """Returns the tensors of a layer's convolution: name -> shape."""
     d, path = config["hidden_size"], f"{layer}.conv"
-    out = {f"{path}.in_proj.weight": (3 * d, d), f"{path}.out_proj.weight": (d, d)}
-    out[f"{path}.conv.weight"] = (d, 1, config["conv_L_cache"])
+    out: dict[str, tuple[int, ...]] = {
+        f"{path}.in_proj.weight": (3 * d, d),
+        f"{path}.conv.weight": (d, 1, config["conv_L_cache"]),
+        f"{path}.out_proj.weight": (d, d),
+    }
     return out | (biases(out) if config["conv_bias"] else {})
 
 
