@@ -211,17 +211,14 @@ class Model(AbstractModel):
         return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
 
 
-# Keys of the released files -> fields. The first two win over keys with the field's own name; others repeat them.
-SPELLINGS = {
-    "block_ff_dim": "intermediate_size",
-    "tie_embedding": "tie_word_embeddings",
+# Keys of the released files that win over the fields' own names, and keys that repeat a field.
+ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+REPEATED = {
     "block_dim": "hidden_size",
     "block_norm_eps": "norm_eps",
     "conv_dim": "hidden_size",
-    "num_heads": "num_attention_heads",
-}
-REPEATED = {key: SPELLINGS[key] for key in ("block_dim", "block_norm_eps", "conv_dim", "num_heads")} | {
     "conv_dim_out": "hidden_size",
+    "num_heads": "num_attention_heads",
     "theta": "rope_theta",
 }
 
@@ -230,21 +227,21 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the released files' other names of fields.
 
     Raises:
-        ValueError: if a key differs from the one that it repeats.
+        ValueError: if a key differs from the field that it repeats.
     """
-    hub = {key: value for key, value in hub.items() if value is not None or key not in SPELLINGS | REPEATED}
+    hub = {key: value for key, value in hub.items() if value is not None or key not in ALIASES | REPEATED}
     rope = hub.get("rope_scaling") or hub.get("rope_parameters") or {}
     stated = {"norm_eps": Config.norm_eps, "rope_theta": Config.rope_theta} | hub | rope
     for key, field in REPEATED.items():
         if key in hub and (value := hub.pop(key)) != stated.get(field):
             raise ValueError(f"it says {key}={value!r:.200}, but {field}={stated.get(field)!r:.200}.")
-    names = {key: field for key, field in SPELLINGS.items() if key in hub}
-    return {key: value for key, value in hub.items() if key not in names} | {names[key]: hub[key] for key in names}
+    named = {field: hub.pop(key) for key, field in ALIASES.items() if key in hub}
+    return hub | named
 
 
 def published_form(hub: dict[str, Any]) -> dict[str, Any]:
-    """Adds the released files' other names of fields, which other libraries need."""
-    return hub | {key: hub[field] for key, field in SPELLINGS.items()}
+    """Adds the released files' other names of fields, which other libraries read."""
+    return hub | {key: hub[field] for key, field in (ALIASES | REPEATED).items()}
 
 
 FAMILY = Family(  # zoo/nn/model.py explains the fields
