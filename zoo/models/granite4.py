@@ -24,7 +24,16 @@ from kernels.delta_rule.shared import state_products
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.fields import fill_layers
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
+from zoo.nn.layers import (
+    AbstractExpertLinear,
+    AbstractLinear,
+    Embedding,
+    ExpertLinear,
+    Linear,
+    RMSNorm,
+    swiglu,
+    times,
+)
 from zoo.nn.mamba2 import Mamba2
 from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
@@ -249,13 +258,13 @@ class Block(AbstractDecoderBlock):
         self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, moe.Routing | None]:
         y, cache = self.mixer(self.input_layernorm(x), cache, at)
-        x = x + y * self.residual_multiplier
+        x = x + times(y, self.residual_multiplier)
         normed, routing = self.post_attention_layernorm(x), None
         y = self.shared_mlp(normed)
         if self.block_sparse_moe is not None:
             chosen, routing = self.block_sparse_moe(normed, at.segments)
             y = chosen + y
-        return x + y * self.residual_multiplier, cache, routing
+        return x + times(y, self.residual_multiplier), cache, routing
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
         return self.mixer.init_cache(layers, batch, length, dtype)
@@ -280,7 +289,7 @@ class Model(AbstractModel):
     def forward(
         self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
-        x = self.embed_tokens(tokens) * self.config.embedding_multiplier
+        x = times(self.embed_tokens(tokens), self.config.embedding_multiplier)
         x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), cache, reports
 

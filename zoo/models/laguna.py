@@ -386,6 +386,6 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
     },
     standard_form=standard_form,
     published_form=published_form,
-    names_in_transformers={"shared_expert.": "shared_experts."},  # in adapters of PEFT
+    renamed_by_peft={".shared_expert.": ".shared_experts."},
     rebalance=rebalance,
 )

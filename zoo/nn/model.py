@@ -391,6 +391,9 @@ class Family:
     names_in_transformers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parts of tensors' names -> those of transformers' modules, if others: PEFT names adapters by modules."""
 
+    renamed_by_peft: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The same of names that PEFT renames when it loads an adapter: its tensors must keep them, and its config not."""
+
     experts_in_transformers: Mapping[str, tuple[str, int | None]] = dataclasses.field(default_factory=lambda: EXPERTS)
     """End of the name of an experts' map -> that of the parameter in which transformers keeps it, of all experts of a
     layer, and which half of the parameter's rows it is: 0 or 1; None: all. PEFT names adapters by the parameter."""

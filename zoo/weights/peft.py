@@ -188,7 +188,9 @@ def _targets(model: AbstractModel, names: Mapping[str, np.ndarray], adapters: Co
     # PEFT finds these as parameters, and not as modules.
     mistaken = {name for name in adapted if any(modules(model, AbstractExpertLinear)) and last({name}) & OF_AN_EXPERT}
     adapted -= mistaken
-    return adapted if last(adapted) & last(others) else last(adapted), {f"{name}.weight" for name in mistaken}
+    in_config = lambda names: {replaced(name, family_of(model).renamed_by_peft) for name in names}
+    targets = adapted if last(adapted) & last(others) else last(adapted)
+    return in_config(targets), in_config(f"{name}.weight" for name in mistaken)
 
 
 def _write(
@@ -282,7 +284,8 @@ class _Stored:
 
     def __init__(self, config: dict[str, Any], tensors: Iterable[convert.tensors.Tensor], family: Family):
         self.config, self.family = config, family
-        self.tensors = {tensor.name: tensor for tensor in tensors}
+        ours = {theirs: part for part, theirs in family.renamed_by_peft.items()}
+        self.tensors = {replaced(tensor.name, ours): tensor for tensor in tensors}
         self.used: set[str] = set()
         self.wrapped = {target.rpartition(".")[2] for target in config.get("target_parameters") or ()}
 
@@ -372,9 +375,7 @@ def module_names(model: AbstractModel) -> dict[str, np.ndarray]:
 
     def named(tensor: str) -> str:
         tensor = published_name(tensor, model, family)
-        for part, theirs in family.names_in_transformers.items():
-            tensor = tensor.replace(part, theirs)
-        return tensor.removesuffix(".weight")
+        return replaced(tensor, family.names_in_transformers).removesuffix(".weight")
 
     experts, found = {path for path, _ in modules(plain, AbstractExpertLinear)}, {}
     for p in parameters(plain, family):
@@ -384,6 +385,13 @@ def module_names(model: AbstractModel) -> dict[str, np.ndarray]:
         if path in experts or names.flat[0].endswith(".weight"):
             found[path] = np.vectorize(named, [object])(names)
     return found
+
+
+def replaced(name: str, parts: Mapping[str, str]) -> str:
+    """Return a name with other parts in place of some."""
+    for part, other in parts.items():
+        name = name.replace(part, other)
+    return name
 
 
 def fan_in_fan_out(model: AbstractModel) -> bool:
