@@ -22,6 +22,7 @@ from kernels import Tokens
 from kernels.sums import pick, scaled
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.fields import fill_layers
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -106,17 +107,9 @@ class Config(AbstractMixtureConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self):
-        # Fill in what follows from other fields, so that equivalent configs compare equal.
-        layers = self.num_hidden_layers
-        filled = dict(
-            num_attention_heads_per_layer=self.num_attention_heads_per_layer or (self.num_attention_heads,) * layers,
-            layer_types=self.layer_types or (FULL,) * layers,
-            mlp_layer_types=self.mlp_layer_types or ("dense", *("sparse",) * (layers - 1)),
-        )
-        for field, values in filled.items():
-            object.__setattr__(self, field, values)
-            if len(values) != layers:
-                raise ValueError(f"{field} has {len(values)} entries, but num_hidden_layers is {layers}.")
+        fill_layers(self, "num_attention_heads_per_layer", lambda _: self.num_attention_heads)
+        fill_layers(self, "layer_types", lambda _: FULL)
+        fill_layers(self, "mlp_layer_types", lambda n: "sparse" if n else "dense")
         for heads in self.num_attention_heads_per_layer:
             if heads < 1 or heads % self.num_key_value_heads:
                 raise ValueError(

@@ -23,6 +23,7 @@ from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.fields import fill_layers
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -31,6 +32,7 @@ from zoo.nn.layers import (
     Linear,
     RMSNorm,
     swiglu,
+    times,
 )
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import Rotary
@@ -70,20 +72,12 @@ class Config(AbstractMixtureConfig):
 
     def __post_init__(self):
         # Fill in what follows from other fields, so that equivalent configs compare equal.
-        layers = range(self.num_hidden_layers)
-        object.__setattr__(
-            self, "swa_num_key_value_heads", self.swa_num_key_value_heads or 2 * self.num_key_value_heads
-        )
+        heads = self.swa_num_key_value_heads or 2 * self.num_key_value_heads
+        object.__setattr__(self, "swa_num_key_value_heads", heads)
         scale = 1.0 if self.attention_value_scale is None else self.attention_value_scale
         object.__setattr__(self, "attention_value_scale", scale)
-        patterns = dict(
-            hybrid_layer_pattern=self.hybrid_layer_pattern or tuple(int(n % 6 != 5 and n > 0) for n in layers),
-            moe_layer_freq=self.moe_layer_freq or tuple(int(n > 0) for n in layers),
-        )
-        for field, pattern in patterns.items():
-            object.__setattr__(self, field, pattern)
-            if len(pattern) != len(layers):
-                raise ValueError(f"{field} has {len(pattern)} entries, but num_hidden_layers is {len(layers)}.")
+        fill_layers(self, "hybrid_layer_pattern", lambda n: int(n % 6 != 5 and n > 0))
+        fill_layers(self, "moe_layer_freq", lambda n: int(n > 0))
         if self.num_attention_heads % self.swa_num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is no multiple of swa_num_key_value_heads="
@@ -148,7 +142,7 @@ class Attention(eqx.Module):
         q = self.rotary(heads(self.q_proj(x), self.head_dim), at)
         k = self.rotary(heads(self.k_proj(x), self.head_dim), at)
         v = heads(self.v_proj(x), self.v_head_dim)
-        v = (self.value_scale * v.astype(jnp.float32)).astype(v.dtype)  # the scale is not rounded, as in PyTorch
+        v = times(v, self.value_scale)
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)
