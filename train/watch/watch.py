@@ -213,10 +213,15 @@ class Samples:
 
     @timed("generation")
     def write(self, step: int, model: AbstractModel) -> None:
-        """Prints how the model continues each prompt, and passes the text to `record`."""
-        tokens = min(TOKENS, model.config.max_position_embeddings // 2)
-        room = model.config.max_position_embeddings - tokens
-        prompts = [prompt if prompt.images else Encoded(prompt.ids[-room:]) for prompt in self.prompts]
+        """Prints how the model continues each prompt, and passes the text to `record`.
+
+        Of a text that is too long the end is shown. A prompt with images stays whole, and leaves fewer tokens to all.
+        """
+        positions = model.config.max_position_embeddings
+        shown = [prompt for prompt in self.prompts if not prompt.images or len(prompt.ids) < positions]
+        longest = max((len(prompt.ids) for prompt in shown if prompt.images), default=0)
+        tokens = min(TOKENS, positions // 2, positions - longest)
+        prompts = [prompt if prompt.images else Encoded(prompt.ids[tokens - positions :]) for prompt in shown]
         with generating(model, self.mesh, self.dtype) as model:
             texts = zoo.generate(model, self.tokenizer, prompts, max_new_tokens=tokens)
         for prompt, text in zip([self.tokenizer.decode(prompt.ids) for prompt in prompts], texts, strict=True):
