@@ -81,7 +81,9 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     num_global_key_value_heads: int | None = None  # of full attention with attention_k_eq_v; None: num_key_value_heads
     max_position_embeddings: int = 131_072
     sliding_window: int = 512
-    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): every sixth is full
+    layer_types: tuple[
+        Literal["sliding_attention", "full_attention"], ...
+    ] = ()  # (): as `usual_kinds` says
     head_dim: int = 256
     global_head_dim: int = 512  # of full attention
     attention_k_eq_v: bool = False  # whether the values of full attention are its keys, before norm and rope
@@ -103,7 +105,7 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     vision: towers.VisionConfig | towers.UnifiedVisionConfig | None = None
 
     def __post_init__(self):
-        fill_layers(self, "layer_types", lambda n: FULL if n % 6 == 5 else SLIDING)
+        fill_layers(self, "layer_types", lambda n: towers.usual_kinds(self.num_hidden_layers)[n])
         c = self
         if c.layer_types[-1] != FULL:
             raise ValueError("layer_types ends with sliding_attention, for which transformers takes full_attention.")

@@ -442,6 +442,11 @@ def flat(hub: Mapping[str, Any]) -> dict[str, Any]:
     return _without_per_layer_config(NESTED[keys].flat(own))
 
 
+def usual_kinds(layers: int) -> tuple[Literal["sliding_attention", "full_attention"], ...]:
+    """Returns the kinds of layers where config.json has no layer_types: every sixth is full, and the last."""
+    return tuple("full_attention" if n % 6 == 5 or n == layers - 1 else "sliding_attention" for n in range(layers))
+
+
 def _without_per_layer_config(text: Mapping[str, Any]) -> dict[str, Any]:
     """Brings `per_layer_config`, as transformers 5 writes it, back into the keys of full attention of the releases.
 
@@ -453,7 +458,9 @@ def _without_per_layer_config(text: Mapping[str, Any]) -> dict[str, Any]:
     text = dict(text)
     if (stated := text.pop("per_layer_config", None)) is None:
         return text
-    full = {str(n) for n, kind in enumerate(text.get("layer_types") or ()) if kind == "full_attention"}
+    layers = text.get("num_hidden_layers")
+    kinds = text.get("layer_types") or usual_kinds(layers if isinstance(layers, int) else 0)
+    full = {str(n) for n, kind in enumerate(kinds) if kind == "full_attention"}
     match [dict(sizes) for sizes in stated.values()]:
         case [{"head_dim": head, **others}, *_] as each if (
             stated.keys() == full and others.keys() <= {"num_key_value_heads"} and all(one == each[0] for one in each)
