@@ -81,9 +81,7 @@ class Config(AbstractMixtureConfig, AbstractVisionConfig):
     num_global_key_value_heads: int | None = None  # of full attention with attention_k_eq_v; None: num_key_value_heads
     max_position_embeddings: int = 131_072
     sliding_window: int = 512
-    layer_types: tuple[
-        Literal["sliding_attention", "full_attention"], ...
-    ] = ()  # (): as `usual_kinds` says
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = ()  # (): as `usual_kinds` says
     head_dim: int = 256
     global_head_dim: int = 512  # of full attention
     attention_k_eq_v: bool = False  # whether the values of full attention are its keys, before norm and rope
