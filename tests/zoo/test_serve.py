@@ -36,14 +36,16 @@ from zoo.generation.sampling import Sampling
 from zoo.mesh import make_mesh
 from zoo.serve import ListenOptions, serve
 from zoo.serve.listen import Listener, Timely
+from zoo.serve.reply import Ask, Reply
 from zoo.serve.server import STRIDE, Server
-from zoo.serve.worker import Ask, Reply, Worker
+from zoo.serve.worker import Worker
 from zoo.text import templates
 
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROMPT = "textwrap.dedent(text)\n\n"
 MESSAGES = [{"role": "user", "content": "What does textwrap.dedent do?"}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
 NEW, ROOM = 16, 256  # tokens of most replies, and of a row; few numbers, so that little is compiled
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -213,7 +215,7 @@ def test_template_variables_tools_and_calls(tmp_path, model, tokenizer):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 41}'}}
     body = {
         "messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}],
-        "tools": [{"type": "function", "function": {"name": "add"}}],
+        "tools": [ADD],
         "chat_template_kwargs": {"mood": "glad"},
         "max_tokens": NEW,
         "temperature": 0,
@@ -235,6 +237,101 @@ def test_template_variables_tools_and_calls(tmp_path, model, tokenizer):
     assert status == 400 and "tool_calls that can't be read" in json.loads(answer)["error"]["message"]
     assert [code for code, _ in dropped] == [400, 400]
     assert "leaves out the content of message 3, by 'critic'" in json.loads(dropped[1][1])["error"]["message"]
+
+
+WRITES = """{{ messages[0].content }}{% if tools %} {{ tools | tojson }}{% endif %}{# <tool_call> </think> #}
+{%- if think %}<think>{% endif %}"""
+
+
+@pytest.fixture
+def written(tmp_path, model, tokenizer, monkeypatch):
+    """Returns a running server whose template has calls and reasoning, and whose model writes `text`."""
+    folder = shutil.copytree(tokenizer.folder, tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text(WRITES)
+    tokenizer = zoo.tokenizer(folder)
+    with Running(model, tokenizer, max_tokens=ROOM) as running:
+
+        async def write(replies):
+            for reply in replies:
+                running.prompt = tokenizer.decode(reply.ask.prompt)
+                ids = [*tokenizer.encode(running.text), *tokenizer.eos]
+                for start in range(0, len(ids), STRIDE):
+                    piece = reply.push(ids[start : start + STRIDE])
+                    yield reply, piece, reply.finish
+                    if reply.finish:
+                        break
+
+        monkeypatch.setattr(running.server.worker, "write", write)
+        yield running
+
+
+def joined(events, index=0):
+    """Returns the message that the events of a stream add up to, as OpenAI's client adds them, and its finish."""
+    message, finish = {"content": "", "reasoning_content": "", "tool_calls": []}, None
+    for choice in (event["choices"][0] for event in events if event["choices"][0]["index"] == index):
+        for field in "content", "reasoning_content":
+            message[field] += choice["delta"].get(field) or ""
+        for call in choice["delta"].get("tool_calls", ()):
+            assert call.pop("index") == len(message["tool_calls"])
+            message["tool_calls"].append(call)
+        finish = choice["finish_reason"] or finish
+    return message, finish
+
+
+def test_calls_of_tools(written):
+    """Calls and reasoning come apart, whole and in events, and what is no call stays text."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 41}}\n</tool_call>'
+    body = {"messages": MESSAGES, "tools": [ADD], "max_tokens": 150, "n": 2}
+    written.text = f"<think>\nAdd.\n</think>\n\nI add.\n{call}\n{call}"
+    functions = [{"name": "add", "arguments": '{"a": 41}'}] * 2
+    for choice in written.ask(CHAT, **body)["choices"]:
+        message = choice["message"]
+        assert (message["content"], message["reasoning_content"], choice["finish_reason"]) == (
+            "I add.",
+            "Add.",
+            "tool_calls",
+        )
+        assert [call["function"] for call in message["tool_calls"]] == functions
+        assert len({call["id"] for call in message["tool_calls"] if len(call["id"]) == 9}) == 2
+    assert '"add"' in written.prompt
+    events = written.events(CHAT, **body)
+    for index in range(2):
+        message, finish = joined(events, index)
+        assert (message["content"], message["reasoning_content"], finish) == ("I add.", "Add.", "tool_calls")
+        assert [call["function"] for call in message["tool_calls"]] == functions
+
+    one = written.ask(CHAT, **body, parallel_tool_calls=False)["choices"][0]
+    assert len(one["message"]["tool_calls"]) == 1 and one["finish_reason"] == "tool_calls"
+    none = written.ask(CHAT, **body, tool_choice="none")["choices"][0]
+    assert none["message"]["content"] == f"I add.\n{call}\n{call}" and none["finish_reason"] == "stop"
+    assert "tool_calls" not in none["message"] and '"add"' not in written.prompt
+
+    written.text = call
+    assert written.ask(CHAT, **body)["choices"][0]["message"]["content"] is None
+    written.text = wrong = call.replace("add", 'a"d')
+    (message, finish), whole = joined(written.events(CHAT, **body)), written.ask(CHAT, **body)["choices"][0]
+    assert message["content"] == whole["message"]["content"] == wrong and finish == whole["finish_reason"] == "stop"
+
+
+def test_replies_that_must_be_calls(written):
+    """The prompt ends with the beginning of a call, of any function or of one."""
+    body = {"messages": MESSAGES, "tools": [ADD], "max_tokens": 100}
+    for choice, begun, text in (
+        ("required", '{"name": "', 'add", "arguments": {"a": 41}}\n</tool_call>'),
+        (
+            {"type": "function", "function": {"name": "add"}},
+            '{"name": "add", "arguments":',
+            ' {"a": 41}}\n</tool_call>',
+        ),
+    ):
+        for think, close in (False, ""), (True, "<think>\n</think>\n\n"):
+            written.text = text
+            answer = written.ask(CHAT, **body, tool_choice=choice, chat_template_kwargs={"think": think})["choices"][0]
+            assert written.prompt.endswith(f"{close}<tool_call>\n{begun}") and answer["finish_reason"] == "tool_calls"
+            assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]] == ['{"a": 41}']
+    other = {"type": "function", "function": {"name": "other"}}
+    status, answer = written.request(CHAT, body | {"tool_choice": other})
+    assert status == 400 and "names 'other', which is not among the tools" in answer
 
 
 def test_samples_and_seeds(running, tokenizer, monkeypatch):
@@ -458,7 +555,10 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens", "from 1 on"),
     (CHAT, {"messages": MESSAGES, "logprobs": True}, 400, "logprobs", "false or absent"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "response_format", "supported"),
-    (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "tool_choice", "supported"),
+    (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "tool_choice", "there are no tools"),
+    (CHAT, {"messages": MESSAGES, "tool_choice": "any"}, 400, "tool_choice", '"auto", "none"'),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools", "a list of"),
+    (CHAT, {"messages": MESSAGES, "parallel_tool_calls": 1}, 400, "parallel_tool_calls", "true or false"),
     (CHAT, [], 400, None, "not a JSON object"),
     ("/v1/embeddings", {}, 404, None, "Not Found"),
     (CHAT, None, 405, None, "Method Not Allowed"),
@@ -514,7 +614,7 @@ def test_compiling_is_told_once(model, tokenizer, monkeypatch):
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "info", told.append)
     worker = Worker(model, lambda: types.SimpleNamespace(submit=lambda *_, **__: [object()]))
     for _ in range(2):
-        worker._submit([Reply(0, Ask([1], Sampling(), (), False), tokenizer)], told.append)
+        worker._submit([Reply(0, Ask([1], Sampling()), tokenizer)], told.append)
     assert told == ["Compiling the model for the first reply, which may take minutes."]
 
 

@@ -7,8 +7,9 @@ Fields are those of OpenAI's API reference, except that `top_k`, `min_p`, `repet
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from zoo.text.messages import is_image
 
@@ -53,13 +54,28 @@ def is_word(value: Any) -> bool:
     return is_text(value) and value != ""
 
 
-def is_object(value: Any) -> bool:
+def is_object(value: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict)
 
 
 def are_stops(value: Any) -> bool:
     stops = [value] if is_text(value) else value
     return listed(is_word)(stops) and len(stops) <= STOPS and all(len(stop) <= STOP for stop in stops)
+
+
+def is_function(value: Any) -> bool:
+    """Whether this has the form {"type": "function", "function": {"name": ...}}; names are OpenAI's, with dots."""
+    function = value.get("function") if is_object(value) and value.get("type") == "function" else None
+    name = function.get("name") if is_object(function) else None
+    return isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name) is not None
+
+
+def is_tool(value: Any) -> bool:
+    return (
+        is_function(value)
+        and is_object(value["function"].get("parameters", {}))
+        and not value["function"].get("strict")
+    )
 
 
 STOPS, STOP = 16, 256  # most stop strings, and most characters of each: all are searched for at every token
@@ -96,8 +112,15 @@ CHAT = BOTH | {
     "messages": Field("a list of objects with a role", listed(lambda v: is_object(v) and is_text(v.get("role")))),
     "max_tokens": number(1, whole=True),
     "max_completion_tokens": number(1, whole=True),
-    "tools": Field("a list of objects", listed(is_object)),
-    "tool_choice": only("auto"),
+    "tools": Field(
+        'a list of {"type": "function", "function": {"name": ..., "parameters": {...}}}, without "strict"',
+        lambda v: v == [] or listed(is_tool)(v),
+    ),
+    "tool_choice": Field(
+        '"auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+        lambda v: v in ("auto", "none", "required") or is_function(v),
+    ),
+    "parallel_tool_calls": flag,
     "chat_template_kwargs": Field(
         "an object that names neither messages nor self",
         lambda v: is_object(v) and not v.keys() & {"messages", "self"},

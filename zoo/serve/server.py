@@ -1,8 +1,10 @@
 """Answers requests over HTTP, whole or as server-sent events, in the forms of OpenAI's API reference."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
+import functools
 import hmac
 import itertools
 import json
@@ -39,13 +41,16 @@ from zoo.serve.fields import (
     Field,
     Refusal,
     in_template_form,
+    is_object,
     is_text,
     read,
 )
-from zoo.serve.worker import Ask, Reply, Worker
-from zoo.text.harmony import Parts
-from zoo.text.messages import has_images
+from zoo.serve.reply import Ask, Reply
+from zoo.serve.worker import Worker
+from zoo.text.calls import Call
+from zoo.text.messages import Tools, has_images
 from zoo.text.prompts import Limits, TooLong, check_room, encode_prompt
+from zoo.text.replies import Piece
 from zoo.text.tokenizer import Tokenizer
 
 
@@ -128,9 +133,10 @@ class Server:
         if said.get("stream"):
             if top is not None:
                 raise Refusal("logprobs cannot be streamed.", "logprobs")
-            shown = lambda reply, piece: {"text": piece, "logprobs": None}
-            openings = {reply: shown(reply, echoed(reply)) for reply in replies if echo}
-            return self._stream(said, "cmpl", "text_completion", replies, openings, shown)
+            shown = lambda text: {"text": text, "logprobs": None}
+            openings = {reply: shown(echoed(reply)) for reply in replies if echo}
+            shows = lambda reply, piece: shown(piece.answer)
+            return self._stream(said, "cmpl", "text_completion", replies, openings, shows)
 
         await unless_gone(request, self._finish(replies))
         contents = []
@@ -141,7 +147,8 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         said = await self._read(request, CHAT, "messages")
-        options = {"tools": said.get("tools"), "add_generation_prompt": True} | said.get("chat_template_kwargs", {})
+        tools = tools_of(said)
+        options = {"tools": tools, "add_generation_prompt": True} | said.get("chat_template_kwargs", {})
         images, sighted = None, has_vision(self.model)
         messages = await asyncio.to_thread(lambda: [in_template_form(each, sighted) for each in said["messages"]])
         try:
@@ -154,22 +161,37 @@ class Server:
         except ValueError as error:
             code = "context_length_exceeded" if isinstance(error, TooLong) else None
             raise Refusal(str(error), "messages", code=code) from error
+        choice = said.get("tool_choice")
+        begun = self._begun(prompt, choice)
+        reader = functools.partial(self.tokenizer.reader, prompt, tools, begun)
+        prompt = prompt + self.tokenizer.encode(begun, special=False)
         new = said.get("max_completion_tokens", said.get("max_tokens", max(1, self.positions - len(prompt))))
-        replies = self._replies(said, [prompt], new, "messages", special=self.tokenizer.channels, images=images)
-        parts = {reply: Parts(self.tokenizer.channels) for reply in replies}
-
-        def shown(reply: Reply, piece: str) -> dict[str, str]:
-            reasoning, answer = parts[reply].push(piece)
-            return {"content": answer} | ({"reasoning_content": reasoning} if reasoning else {})
-
+        replies = self._replies(
+            said, [prompt], new, "messages", special=self.tokenizer.delimiters(tools), reader=reader, images=images,
+            parallel=said.get("parallel_tool_calls", True) and not isinstance(choice, dict),
+        )  # fmt: skip
         if said.get("stream"):
             openings = {reply: {"delta": {"role": "assistant", "content": ""}} for reply in replies}
-            deltas = lambda reply, piece: {"delta": shown(reply, piece)}
+            given: collections.Counter[Reply] = collections.Counter()  # calls of each reply
+
+            def deltas(reply: Reply, piece: Piece) -> dict[str, Any]:
+                given[reply] += len(piece.calls)
+                return {"delta": delta(piece, given[reply] - len(piece.calls))}
+
             return self._stream(said, "chatcmpl", "chat.completion.chunk", replies, openings, deltas)
 
         await unless_gone(request, self._finish(replies))
-        contents = [{"message": {"role": "assistant"} | shown(reply, reply.text)} for reply in replies]
+        contents = [{"message": message(reply.parts)} for reply in replies]
         return self._whole("chatcmpl", "chat.completion", replies, contents)
+
+    def _begun(self, prompt: list[int], choice: Any) -> str:
+        """Returns the text with which a reply to a prompt has to begin, by its `tool_choice`."""
+        if choice in (None, "auto", "none"):
+            return ""
+        try:
+            return self.tokenizer.beginning(prompt, None if choice == "required" else choice["function"]["name"])
+        except ValueError as error:
+            raise Refusal(str(error), "tool_choice") from error
 
     async def _guarded(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Checks the host name and the API key of a request before anything else reads the request.
@@ -253,11 +275,9 @@ class Server:
         prompts: list[list[int]],
         new: int,
         field: str,
-        *,
-        special: bool = False,
-        images: Images | None = None,
+        **chat: Any,
     ) -> list[Reply]:
-        """Makes `n` replies for each prompt, in order; `special` and `images` are those of `Ask`."""
+        """Makes `n` replies for each prompt, in order. `chat` are the fields of `Ask` for a chat."""
         top_k, n, stop = said.get("top_k", 0), said.get("n", 1), said.get("stop", [])
         numbers = {"temperature": 1, "repetition_penalty": self.tokenizer.repetition_penalty} | said
         names = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
@@ -280,7 +300,7 @@ class Server:
                 raise Refusal(f"{field} has token ids that are not from 0 to {self.vocab_size - 1}.", field)
             seed = said.get("seed", secrets.randbits(32)) % 2**32
             own = dataclasses.replace(sampling, seed=seed)
-            ask = Ask(prompt, own, [stop] if is_text(stop) else stop, special, images)
+            ask = Ask(prompt, own, [stop] if is_text(stop) else stop, **chat)
             replies += [Reply(len(replies) + i, ask, self.tokenizer) for i in range(n)]
         return replies
 
@@ -303,7 +323,7 @@ class Server:
         kind: str,
         replies: list[Reply],
         openings: dict[Reply, dict[str, Any]],
-        shown: Callable[[Reply, str], dict[str, Any]],
+        shown: Callable[[Reply, Piece], dict[str, Any]],
     ) -> Response:
         """Streams server-sent events: the openings, then pieces of replies as they come, then the usage if asked."""
         counted = said.get("stream_options") == {"include_usage": True}
@@ -315,7 +335,7 @@ class Server:
             try:
                 async with contextlib.aclosing(self.worker.write(replies)) as pieces:
                     async for reply, piece, finish in pieces:
-                        if piece or finish:
+                        if piece != Piece() or finish:
                             yield event(head | {"choices": [choice(reply, shown(reply, piece), finish)]})
             except Refusal as error:
                 yield event(error.body)
@@ -359,6 +379,39 @@ class Server:
         before = tokens[max(at - 1, 0) : at]
         name = self.tokenizer.decode([*before, id], special=True)[len(self.tokenizer.decode(before, special=True)) :]
         return f"token_id:{id}" if "\ufffd" in name or not name else name
+
+
+def tools_of(said: dict[str, Any]) -> Tools:
+    """Returns the tools that the replies to a request may call; None for none."""
+    tools, choice = said.get("tools") or None, said.get("tool_choice", "auto")
+    if choice not in ("auto", "none") and not tools:
+        raise Refusal("tool_choice asks for a call, but there are no tools.", "tool_choice")
+    name = choice["function"]["name"] if is_object(choice) else None
+    if name is not None and name not in [tool["function"]["name"] for tool in tools or ()]:
+        raise Refusal(f"tool_choice names {name!r}, which is not among the tools.", "tool_choice")
+    return None if choice == "none" else tools
+
+
+def message(parts: Piece) -> dict[str, Any]:
+    """Returns a chat's message with the parts of a reply."""
+    reasoning = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
+    calls = {"tool_calls": list(map(called, parts.calls))} if parts.calls else {}
+    content = None if parts.calls and not parts.answer else parts.answer
+    return {"role": "assistant", "content": content} | reasoning | calls
+
+
+def delta(piece: Piece, before: int) -> dict[str, Any]:
+    """Returns the change of a chat's message by a piece of a reply that has made `before` calls."""
+    reasoning = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+    calls = [{"index": before + n} | called(call) for n, call in enumerate(piece.calls)]
+    return {"content": piece.answer} | reasoning | ({"tool_calls": calls} if calls else {})
+
+
+def called(call: Call) -> dict[str, Any]:
+    """Returns a call in OpenAI's form. Its id is the model's, or new: nine characters, as Mistral's templates ask."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": call.id or uuid.uuid4().hex[:9], "type": "function",
+            "function": {"name": call.name, "arguments": arguments}}  # fmt: skip
 
 
 def choice(reply: Reply, content: dict[str, Any], finish: str | None) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 import asyncio
 import concurrent.futures
-import dataclasses
 import functools
 import itertools
 import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,48 +18,10 @@ from jaxtyping import Array, Float, Int
 
 from kernels.cross_entropy.chunks import Chunks
 from zoo.generation.engine import Completion, Engine, bucket
-from zoo.generation.generate import first, partial_stop_length
-from zoo.generation.sampling import Sampling
-from zoo.nn.model import AbstractModel, Images
+from zoo.nn.model import AbstractModel
 from zoo.serve.fields import TOP, Refusal
-from zoo.text.tokenizer import Tokenizer
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Ask:
-    """A request to continue a prompt."""
-
-    prompt: list[int]
-    sampling: Sampling  # without stop strings, as the engine takes it
-    stop: Sequence[str]
-    special: bool  # whether the text shows special tokens
-    images: Images | None = None
-
-
-class Reply:
-    """One of the continuations that a request asks for. `finish` is the reason why it ended, None before it ends."""
-
-    def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer):
-        self.index, self.ask = index, ask
-        self.tokens: list[int] = []  # including the end token
-        self.text = ""  # without end token and stop string
-        self.finish: Literal["stop", "length"] | None = None if ask.sampling.max_new_tokens else "length"
-        self._eos, self._decoder, self._said = tokenizer.eos, tokenizer.stream(ask.prompt, special=ask.special), 0
-
-    def push(self, token: int) -> str:
-        """Adds a token, and returns new text: whole characters only, and none that may begin a stop string."""
-        self.tokens.append(token)
-        if token in self._eos:
-            self.finish = "stop"
-        else:
-            self.text += self._decoder.push(token)
-            if (at := first(self.text, self.ask.stop)) is not None:
-                self.text, self.finish = self.text[:at], "stop"
-            elif len(self.tokens) == self.ask.sampling.max_new_tokens:
-                self.finish = "length"
-        until = len(self.text) - (0 if self.finish else partial_stop_length(self.text, self.ask.stop))
-        piece, self._said = self.text[self._said : until], until
-        return piece
+from zoo.serve.reply import Reply
+from zoo.text.replies import Piece
 
 
 @eqx.filter_jit
@@ -120,8 +81,7 @@ class Worker(threading.Thread):
                         self._cancel([reply])
                         deliver(no_numbers())
                         continue
-                    piece = "".join(reply.push(token) for token in tokens if not reply.finish)
-                    deliver((reply, piece, reply.finish))
+                    deliver((reply, reply.push(tokens), reply.finish))
                     if reply.finish:
                         self._cancel([reply])
             except Exception as error:  # whatever fails, waiting clients must be told
@@ -145,7 +105,7 @@ class Worker(threading.Thread):
         self._inbox.put(functools.partial(setattr, self, "_open", False))
         self.join()
 
-    async def write(self, replies: Sequence[Reply]) -> AsyncGenerator[tuple[Reply, str, str | None], None]:
+    async def write(self, replies: Sequence[Reply]) -> AsyncGenerator[tuple[Reply, Piece, str | None], None]:
         """Yields (reply, piece, finish) as text comes; `finish` is None before the last piece. Closing frees rows."""
         events: asyncio.Queue[Any] = asyncio.Queue()
         deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)

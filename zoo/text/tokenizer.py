@@ -15,14 +15,14 @@ import os
 import pathlib
 import pickle
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders
 
 from convert.files import regular
-from zoo.text import completeness, harmony, tekken, templates, tiktoken, trial
+from zoo.text import completeness, harmony, replies, tekken, templates, tiktoken, trial
 from zoo.text.messages import Messages, Tools, check_text, has_images, join_texts, reasoning_of, with_reasoning
 from zoo.text.templates import USERS
 from zoo.vision.processors.base import AbstractImageProcessor
@@ -238,9 +238,49 @@ class Tokenizer:
             return self.decode(ids)
         return harmony.split(self.decode([id for id in ids if id not in self.eos], special=True))[1]
 
-    def stream(self, before: Sequence[int] = (), *, special: bool = False) -> "Stream":
-        """Decode ids one by one, as the continuation of `before`, with or without the special tokens."""
+    def stream(self, before: Sequence[int] = (), *, special: bool | Collection[str] = False) -> "Stream":
+        """Decode ids one by one, as the continuation of `before`.
+
+        `special`: whether special tokens are in the text; or texts, to have only those that are part of one of these.
+        """
         return Stream(self._tokenizer, before, special)
+
+    @functools.cached_property
+    def style(self) -> replies.Style:
+        """The delimiters of the model's replies, by its chat template. Replies in channels have others."""
+        return replies.Style.of(self.chat_template or "")
+
+    def delimiters(self, tools: Tools = None) -> bool | Collection[str]:
+        """Return the `special` of `stream` with which a reply has what its `reader` needs."""
+        return self.channels or self._style(tools).delimiters
+
+    def reader(self, prompt: Sequence[int], tools: Tools = None, begun: str = "") -> replies.AbstractReader:
+        """Make a reader that splits the reply to a prompt into reasoning, answer, and calls of these tools.
+
+        `begun` is the text with which the reply begins, although the model has not written it.
+        """
+        style = self._style(tools)
+        reasons = style.reasons(self.decode(prompt[-16:], special=True))
+        reader = harmony.Reader(calls=bool(tools)) if self.channels else replies.Reader(style, tools, reasons=reasons)
+        reader.push(begun)
+        return reader
+
+    def beginning(self, prompt: Sequence[int], name: str | None = None) -> str:
+        """Return a text with which the reply to a prompt is a call: of the function `name`, or of any.
+
+        Raises:
+            ValueError: the form in which the model writes calls is not known.
+        """
+        form, tags = self.style.form, self.style.tags
+        if form is None and not self.channels:
+            raise ValueError(f"{self._template_name} writes calls in no form that is known (zoo.text.calls).")
+        begin = harmony.BEGIN if form is None or self.channels else form.begin
+        reasons = self.style.reasons(self.decode(prompt[-16:], special=True))
+        close = f"\n{tags[1]}\n\n" if tags and reasons and not self.channels else ""
+        return close + (begin.partition("NAME")[0] if name is None else begin.replace("NAME", name))
+
+    def _style(self, tools: Tools) -> replies.Style:
+        return self.style if tools else replies.Style(self.style.tags)
 
     def render(
         self, messages: Messages, *, tools: Tools = None, add_generation_prompt: bool = False, **extra: Any
@@ -531,13 +571,17 @@ class Tokenizer:
 class Stream:
     """A decoder of ids, one by one; see `Tokenizer.stream`."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, before: Sequence[int], special: bool):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: tokenizers.Tokenizer, before: Sequence[int], special: bool | Collection[str]):
+        self._tokenizer, self._hidden = tokenizer, set()
+        if special and not isinstance(special, bool):
+            tokens = tokenizer.get_added_tokens_decoder().items()
+            shown = lambda token: any(token.content in text for text in special)
+            self._hidden = {id for id, token in tokens if token.special and not shown(token)}
         self._stream = decoders.DecodeStream(ids=list(before), skip_special_tokens=not special)
 
     def push(self, id: int) -> str:
         """Add an id, and return the text that it completes: empty while a character lacks some of its bytes."""
-        return self._stream.step(self._tokenizer, id) or ""
+        return "" if id in self._hidden else self._stream.step(self._tokenizer, id) or ""
 
 
 def _encoding(tokenizer: tokenizers.Tokenizer, text: str, special: bool) -> tokenizers.Encoding:

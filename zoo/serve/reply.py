@@ -1,0 +1,69 @@
+"""Replies while they are written: their tokens, their texts, and the parts of these."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal
+
+from zoo.generation.generate import first, partial_stop_length
+from zoo.generation.sampling import Sampling
+from zoo.nn.model import Images
+from zoo.text.replies import AbstractReader, Piece
+from zoo.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ask:
+    """A request to continue a prompt.
+
+    - `sampling`: without stop strings, as the engine takes it.
+    - `special`: the special tokens that the text shows (`Tokenizer.stream`).
+    - `reader`: makes a reader for each reply; None leaves replies whole.
+    - `parallel`: whether a reply may have several calls; else it ends with the first.
+    """
+
+    prompt: list[int]
+    sampling: Sampling
+    stop: Sequence[str] = ()
+    special: bool | Collection[str] = False
+    reader: Callable[[], AbstractReader] | None = None
+    parallel: bool = True
+    images: Images | None = None
+
+
+class Reply:
+    """One of the continuations that a request asks for. `finish` is the reason why it ended, None before it ends."""
+
+    def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer):
+        self.index, self.ask = index, ask
+        self.tokens: list[int] = []  # including the end token
+        self.text = ""  # without end token and stop string
+        self.parts = Piece()
+        self.finish: Literal["stop", "length", "tool_calls"] | None = None if ask.sampling.max_new_tokens else "length"
+        self._eos, self._decoder, self._given = tokenizer.eos, tokenizer.stream(ask.prompt, special=ask.special), 0
+        self._reader = None if ask.reader is None else ask.reader()
+
+    def push(self, tokens: Iterable[int]) -> Piece:
+        """Add tokens until the reply ends, and return what its parts gain: no text that may begin a stop string."""
+        for token in tokens:
+            if not self.finish:
+                self._add(token)
+        until = len(self.text) - (0 if self.finish else partial_stop_length(self.text, self.ask.stop))
+        text, self._given = self.text[self._given : until], until
+        piece = Piece(answer=text) if self._reader is None else self._reader.push(text, end=bool(self.finish))
+        if piece.calls and not self.ask.parallel:
+            piece.calls, self.finish = piece.calls[:1], "stop"
+        self.parts += piece
+        if self.parts.calls and self.finish == "stop":
+            self.finish = "tool_calls"
+        return piece
+
+    def _add(self, token: int) -> None:
+        self.tokens.append(token)
+        if token in self._eos:
+            self.finish = "stop"
+            return
+        self.text += self._decoder.push(token)
+        if (at := first(self.text, self.ask.stop)) is not None:
+            self.text, self.finish = self.text[:at], "stop"
+        elif len(self.tokens) == self.ask.sampling.max_new_tokens:
+            self.finish = "length"
