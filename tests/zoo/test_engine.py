@@ -48,9 +48,11 @@ def log_softmax(logits):
 
 
 def penalized(sampling, logits, prompt, tokens):
-    """Applies the penalties by their formulas, one position and one token at a time."""
+    """Applies biases and penalties by their formulas, one position and one token at a time."""
     logits, repetition = np.array(logits, np.float64), sampling.repetition_penalty or 1
     for n, row in enumerate(logits):
+        for token, bias in sampling.logit_bias.items():
+            row[token] += bias
         for token in {*prompt, *tokens[:n]}:
             row[token] *= repetition ** (1 if row[token] < 0 else -1)
         for token in tokens[:n]:
@@ -81,7 +83,7 @@ def test_greedy_is_the_forward_pass(load, name):
     "sampling",
     [
         Sampling(temperature=1.5),
-        Sampling(temperature=1.1, top_k=20, top_p=0.9, min_p=0.02),
+        Sampling(temperature=1.1, top_k=20, top_p=0.9, min_p=0.02, logit_bias={3: 2.5, 40: -100.0, 7: 1.0}),
         Sampling(temperature=1.5, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-1.0),
     ],
 )

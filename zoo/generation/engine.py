@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Int, PRNGKeyArray
 
-from zoo.generation import decoding, speculative
-from zoo.generation.decoding import Rows, State, check_rewinds, init_state, insert, prefill
+from zoo.generation import constraints, decoding, speculative
+from zoo.generation.constraints import AbstractConstraint
+from zoo.generation.decoding import Drawn, Rows, State, check_rewinds, init_state, insert, prefill
 from zoo.generation.sampling import Sampling, SamplingOptions, settings
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images, pad_patches, require_vision
@@ -57,6 +58,8 @@ class _Sequence:
     sampling: Sampling
     key: np.ndarray
     owner: Hashable
+    constraint: AbstractConstraint | None = None
+    allowed: np.ndarray | None = None  # the constraint's
 
     @property
     def length(self) -> int:
@@ -144,12 +147,14 @@ class Engine:
         samples: int = 1,
         images: Images | None = None,
         owner: Hashable = None,
+        constrained: Sequence[AbstractConstraint] = (),
     ) -> list[Completion]:
         """Queues a prompt, and returns its completions, which `step` will fill in. All samples share one prefill.
 
         `key` is a `jax.random.key`, by default that of the sampling's seed; sample n draws with
         `jax.random.fold_in(key, n)`. `images` are the prompt's images, as for a batch of one row. Each free row goes to
-        the `owner` in the queue that has the fewest rows; an owner's prompts are served in order.
+        the `owner` in the queue that has the fewest rows; an owner's prompts are served in order. `constrained` has one
+        constraint for each sample; () leaves the samples free.
 
         Raises:
             ValueError: the prompt has no tokens, unknown tokens, or too many for a row or for the model; the sampling
@@ -172,8 +177,10 @@ class Engine:
         key = jax.random.key(sampling.seed) if key is None else key
         folded = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
         sequences = [
-            _Sequence(Completion(), list(prompt), images, sampling, data, owner)
-            for data in np.asarray(jax.random.key_data(folded))[:samples]
+            _Sequence(Completion(), list(prompt), images, sampling, data, owner, each, each and each.allowed())
+            for data, each in zip(
+                np.asarray(jax.random.key_data(folded)), constrained or [None] * samples, strict=False
+            )
         ]
         self._groups.append(_Group(owner, list(prompt), images, collections.deque(sequences)))
         return [sequence.completion for sequence in sequences]
@@ -198,11 +205,7 @@ class Engine:
         if not running:
             return {}
         enough = len(running) - max(1, len(self._rows) // 8) if self._groups else 0
-        given, state = (self._stops, self._table()), (self._state, self.stride, np.array(enough))
-        if self.draft is None:
-            self._state, drawn = decoding.advance((self.model, *given), *state)
-        else:
-            self._state, drawn = speculative.advance(((self.model, self.draft), *given), *state)
+        drawn = self._advance(any(sequence.constraint for _, sequence in running), np.array(enough))
         tokens, logprobs, counts, calls = map(gathered, (drawn.tokens, drawn.logprobs, drawn.count, drawn.calls))
         new = {}
         for row, sequence in running:
@@ -213,9 +216,27 @@ class Engine:
             done.calls += int(calls[row])
             done.ended = done.tokens[-1] in self._stops
             done.finished = done.ended or len(done.tokens) == sequence.sampling.max_new_tokens
+            if sequence.constraint is not None and not done.finished:
+                for token in new[done]:
+                    sequence.constraint.push(token)
+                sequence.allowed = sequence.constraint.allowed()
         self._sweep()
         self._requeue()
         return new
+
+    def _advance(self, constrained: bool, enough: np.ndarray) -> Drawn:
+        """Decodes up to `stride` tokens in each row; if any row is constrained, one, or with a draft one round."""
+        rows = self._table()
+        if self.draft is not None:
+            inputs, steps = ((self.model, self.draft), self._stops, rows), 1 if constrained else self.stride
+            self._state, drawn = speculative.advance(inputs, self._state, steps, enough)
+            return drawn
+        if not constrained:
+            self._state, drawn = decoding.advance((self.model, self._stops, rows), self._state, self.stride, enough)
+            return drawn
+        drawn, tokens = constraints.draw(rows, self._state.tokens, self._state.logits)
+        self._state = constraints.read((self.model, rows, drawn.tokens, tokens), self._state)
+        return drawn
 
     def _requeue(self) -> None:
         """Moves sequences that have just outgrown their cache to the head of the queue, to be prefilled anew."""
@@ -302,7 +323,11 @@ class Engine:
             drawn=column(drawn, 0),
             left=column(left, 0),
             keys=np.stack([(s or some).key for s in rows]),
-            settings=settings([s.sampling if s else Sampling() for s in rows]),
+            settings=settings(
+                [s.sampling if s else Sampling() for s in rows],
+                allowed=[s and s.allowed for s in rows],
+                constrained=[s is not None and s.constraint is not None for s in rows],
+            ),
         )
 
 

@@ -191,7 +191,7 @@ def advance(
         start = (rows.positions + drawn.count)[:, None]  # the position of the next token
 
         # The first token is drawn from p, or after a rejection from max(p - q, 0).
-        penalized = settings.penalized(state.logits, state.tokens, prompt, start[:, 0])
+        penalized = settings.permitted(settings.penalized(state.logits, state.tokens, prompt, start[:, 0]))
         rest = _without(past.rejected, jax.nn.softmax(settings.filtered(penalized), axis=-1))
         token = _categorical(_fold(key, k + 1), jnp.log(rest))
 
@@ -210,7 +210,11 @@ def advance(
         penalized = jax.vmap(settings.penalized, (1, None, None, 1), 1)(logits, written, prompt, start + 1 + index)
         p = jax.nn.softmax(settings.filtered(penalized), axis=-1)
         accepted = _accept(drafts, q, p, _fold(key, k))
+        if settings.constrained is not None:  # what may come after the first token is not known yet
+            accepted = jnp.where(settings.constrained, 0, accepted)
         rejected = here(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), accepted)  # zeros if all are accepted
+        if settings.constrained is not None:
+            rejected = jnp.where(jnp.asarray(settings.constrained)[:, None], 0, rejected)
 
         before = jnp.concatenate([state.logits[:, None], logits[:, :k]], axis=1)
         left, drawn = _add(drawn, tokens, logprob(settings.scaled(before), tokens), accepted + 1, left, stops)

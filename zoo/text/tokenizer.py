@@ -238,6 +238,16 @@ class Tokenizer:
             return self.decode(ids)
         return harmony.split(self.decode([id for id in ids if id not in self.eos], special=True))[1]
 
+    def control(self, text: str) -> int | None:
+        """Return the id of the longest added token with which a text begins; None if it begins with none."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        found = [(len(token.content), id) for id, token in added if token.content and text.startswith(token.content)]
+        return max(found)[1] if found else None
+
+    def to_str(self) -> str:
+        """Return the tokenizer as the text of a tokenizer.json."""
+        return self._tokenizer.to_str()
+
     def stream(self, before: Sequence[int] = (), *, special: bool | Collection[str] = False) -> "Stream":
         """Decode ids one by one, as the continuation of `before`.
 
