@@ -36,8 +36,10 @@ from zoo.generation.sampling import Sampling
 from zoo.mesh import make_mesh
 from zoo.serve import ListenOptions, serve
 from zoo.serve.listen import Listener, Timely
+from zoo.serve.metrics import BOUNDS, GAUGES, Metrics
 from zoo.serve.reply import Ask, Reply
-from zoo.serve.server import STRIDE, Server
+from zoo.serve.served import Served
+from zoo.serve.server import PAGE, STRIDE, Server
 from zoo.serve.worker import Worker
 from zoo.text import templates
 
@@ -77,8 +79,9 @@ class Announced(Listener):
 class Running:
     """A running server on a port of its own."""
 
-    def __init__(self, model, tokenizer, grace=30.0, listening=None, max_tokens=512, **options):
-        self.server = Server("tiny", model, tokenizer, batch=4, max_tokens=max_tokens, **options)
+    def __init__(self, model, tokenizer, grace=30.0, listening=None, max_tokens=512, others=(), **options):
+        served = [Served("tiny", model, tokenizer), *others]
+        self.server = Server(served, batch=4, max_tokens=max_tokens, **options)
         listening = {"log_level": "critical"} | (listening or {})
         self.uvicorn = Announced(self.server, host="127.0.0.1", port=0, grace=grace, **listening)
         self.thread = threading.Thread(target=self.uvicorn.run)
@@ -156,6 +159,41 @@ def arrived(monkeypatch):
 def test_models(running):
     (model,) = json.loads(running.request("/v1/models")[1])["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", ROOM)
+
+
+def test_health_metrics_and_page(model, tokenizer):
+    """Anybody may ask for the page and the health, and who has the key for counts, which are Prometheus's."""
+    with Running(model, tokenizer, max_tokens=ROOM, api_key="sesame") as running:
+        assert running.request("/health") == (200, '{"status":"ok"}')
+        status, page = running.request("/")
+        assert status == 200 and page == PAGE and "http:" not in page and "https:" not in page
+        assert running.request("/metrics")[0] == 401
+        key = {"Authorization": "Bearer sesame"}
+        body = {"prompt": PROMPT, "max_tokens": NEW, "n": 2, "temperature": 0}
+        assert running.request(COMPLETIONS, body, **key)[0] == 200
+        status, text = running.request("/metrics", **key)
+        running.server.worker.is_alive = lambda: False
+        assert running.request("/health")[0] == 503
+        del running.server.worker.is_alive
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    ids = len(tokenizer.encode(PROMPT))
+    for name, want in (
+        (f'zoo_requests_total{{path="{COMPLETIONS}",status="200"}}', 1),
+        ('zoo_requests_total{path="/",status="200"}', 1),
+        ('zoo_requests_total{path="/metrics",status="401"}', 1), ('zoo_prompt_tokens_total{model="tiny"}', ids),
+        ('zoo_generated_tokens_total{model="tiny"}', 2 * NEW), ('zoo_replies_total{model="tiny",reason="length"}', 2),
+        ("zoo_replies_running", 0), ("zoo_replies_waiting", 0), ("zoo_first_token_seconds_count", 2),
+        ("zoo_token_gap_seconds_count", 2 * (NEW // STRIDE - 1)), ('zoo_reply_seconds_bucket{le="+Inf"}', 2),
+    ):  # fmt: skip
+        assert float(lines[name]) == want, (name, text)
+    counts = [float(lines[f'zoo_reply_seconds_bucket{{le="{bound}"}}']) for bound in BOUNDS]
+    assert counts == sorted(counts) and float(lines["zoo_reply_seconds_sum"]) > 0
+
+
+def test_labels_are_escaped():
+    metrics = Metrics()
+    metrics.add("zoo_replies_total", model='a"b\\c\n')
+    assert r'zoo_replies_total{model="a\"b\\c\n"} 1' in metrics.text({name: 0 for name in GAUGES})
 
 
 def test_completions(running, model, tokenizer):
@@ -240,7 +278,7 @@ def test_template_variables_tools_and_calls(tmp_path, model, tokenizer):
 
 
 WRITES = """{{ messages[0].content }}{% if tools %} {{ tools | tojson }}{% endif %}{# <tool_call> </think> #}
-{%- if think %}<think>{% endif %}"""
+{%- if think %}<think>{% endif %}{% if reasoning_effort %}effort: {{ reasoning_effort }}{% endif %}"""
 
 
 @pytest.fixture
@@ -329,6 +367,12 @@ def test_replies_that_must_be_calls(written):
             answer = written.ask(CHAT, **body, tool_choice=choice, chat_template_kwargs={"think": think})["choices"][0]
             assert written.prompt.endswith(f"{close}<tool_call>\n{begun}") and answer["finish_reason"] == "tool_calls"
             assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]] == ['{"a": 41}']
+    written.text = "4"
+    assert (
+        written.ask(CHAT, messages=MESSAGES, max_tokens=9, reasoning_effort="low")["choices"][0]["message"]["content"]
+        == "4"
+    )
+    assert written.prompt.endswith("effort: low")
     other = {"type": "function", "function": {"name": "other"}}
     status, answer = written.request(CHAT, body | {"tool_choice": other})
     assert status == 400 and "names 'other', which is not among the tools" in answer
@@ -553,8 +597,21 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "neither"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs", "neither"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens", "from 1 on"),
-    (CHAT, {"messages": MESSAGES, "logprobs": True}, 400, "logprobs", "false or absent"),
-    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "response_format", "supported"),
+    (CHAT, {"messages": MESSAGES, "logprobs": True, "stream": True}, 400, "logprobs", "cannot be streamed"),
+    (CHAT, {"messages": MESSAGES, "logprobs": 1}, 400, "logprobs", "true or false"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, 400, "reasoning_effort", "has no place"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 1}, 400, "top_logprobs", "needs logprobs"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, 400, "response_format", "json_schema"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "structured_outputs": {"json": {}, "regex": "a"}},
+        400,
+        "structured_outputs",
+        "one of",
+    ),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias", "token ids"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias", "-100 to 100"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"2048": 1}}, 400, "logit_bias", "not from 0 to 2047"),
     (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "tool_choice", "there are no tools"),
     (CHAT, {"messages": MESSAGES, "tool_choice": "any"}, 400, "tool_choice", '"auto", "none"'),
     (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools", "a list of"),
@@ -611,11 +668,13 @@ def test_a_slow_template_holds_nobody_else_and_is_stopped(running, tokenizer, mo
 def test_compiling_is_told_once(model, tokenizer, monkeypatch):
     """The first reply waits for the compiler, and the log tells why."""
     told = []
-    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "info", told.append)
-    worker = Worker(model, lambda: types.SimpleNamespace(submit=lambda *_, **__: [object()]))
-    for _ in range(2):
-        worker._submit([Reply(0, Ask([1], Sampling()), tokenizer)], told.append)
-    assert told == ["Compiling the model for the first reply, which may take minutes."]
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "info", lambda text, *of: told.append(text % of))
+    served = [Served(name, model, tokenizer) for name in ("one", "two")]
+    make = lambda _: unittest.mock.Mock(spec=Engine, submit=lambda *_, **__: [object()])
+    worker = Worker(served[0], make, Metrics())
+    for each in (*served, served[0]):
+        worker._submit([Reply(0, Ask(each, [1], Sampling()))], told.append)
+    assert told == [f"Compiling {name} for its first reply, which may take minutes." for name in ("one", "two")]
 
 
 def test_who_may_ask(model, tokenizer, running):
@@ -638,7 +697,7 @@ def test_who_may_ask(model, tokenizer, running):
                 status, answer = closed.request(path, sent, **key)
                 assert status == 401 and json.loads(answer)["error"]["code"] == "invalid_api_key"
         assert closed.request("/v1/models", Authorization="Bearer sesame", Host="my.example")[0] == 200
-    assert Server("tiny", model, tokenizer, batch=1, max_tokens=9, hosts=["0.0.0.0"]).hosts is None
+    assert Server([Served("tiny", model, tokenizer)], batch=1, max_tokens=9, hosts=["0.0.0.0"]).hosts is None
 
 
 def test_refused_connections_are_closed(model, tokenizer, running):
@@ -829,7 +888,7 @@ def test_on_a_mesh(model, tokenizer):
 
 def test_no_rows(model, tokenizer):
     with pytest.raises(ValueError, match="batch=0 leaves no room"):
-        Server("tiny", model, tokenizer, batch=0, max_tokens=512)
+        Server([Served("tiny", model, tokenizer)], batch=0, max_tokens=512)
 
 
 def test_keys(model, tokenizer, monkeypatch):
@@ -844,7 +903,7 @@ def test_keys(model, tokenizer, monkeypatch):
         "127.0.0.2", None, False
     ), ("localhost", None, False):  # fmt: skip
         said.clear()
-        server = Server("tiny", model, tokenizer, batch=1, max_tokens=9, api_key=key)
+        server = Server([Served("tiny", model, tokenizer)], batch=1, max_tokens=9, api_key=key)
         Listener(server, host=host, port=0, grace=1.0, log_config=None)
         assert [f"anybody who reaches {host} may use it" in text for text in said] == [True] * warned
 
@@ -856,8 +915,12 @@ def test_without_starlette(monkeypatch):
         serve("tiny")
 
 
+ENDLESSLY = {"0": -100, "2": -100}  # without end tokens
+
+
 @pytest.mark.slow
 def test_the_command():
+    """The command serves, and after SIGTERM it finishes the replies in progress and takes no new requests."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "zoo", "serve", "tiny", "--port", str(port), "--batch", "2", "--max-tokens", "100"]
@@ -870,7 +933,16 @@ def test_the_command():
             with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
                 connection.request("GET", "/v1/models")
                 assert json.loads(connection.getresponse().read())["data"][0]["max_model_len"] == 100
-            process.send_signal(signal.SIGTERM)
+                body = json.dumps({"prompt": "a", "max_tokens": 90, "stream": True, "logit_bias": ENDLESSLY})
+                connection.request("POST", COMPLETIONS, body, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                first = response.readline()
+                process.send_signal(signal.SIGTERM)
+                rest = response.read().decode()  # all of it, within the time of --grace
+                assert first.startswith(b"data: {") and rest.endswith("data: [DONE]\n\n")
+                assert '"finish_reason": "length"' in rest
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
             process.stderr.read()
             assert process.wait(30) in (0, -signal.SIGTERM)
         finally:

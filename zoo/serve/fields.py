@@ -78,6 +78,29 @@ def is_tool(value: Any) -> bool:
     )
 
 
+def is_structure(value: Any) -> bool:
+    """Whether this is a grammar for replies in vLLM's form."""
+    tests = {"json": is_object, "regex": is_word, "grammar": is_word, "choice": listed(is_word)}
+    return is_object(value) and len(value) == 1 and all(name in tests and tests[name](v) for name, v in value.items())
+
+
+def is_format(value: Any) -> bool:
+    """Whether this is a `response_format`."""
+    if not is_object(value) or value.get("type") != "json_schema":
+        return value in ({"type": "text"}, {"type": "json_object"})
+    schema = value.get("json_schema")
+    return value.keys() == {"type", "json_schema"} and is_object(schema) and is_object(schema.get("schema"))
+
+
+def are_biases(value: Any) -> bool:
+    """Whether this maps token ids, which are strings in JSON, to biases."""
+    if not is_object(value) or len(value) > BIASES:
+        return False
+    biases = [type(v) in (int, float) and -100 <= v <= 100 for v in value.values()]
+    return all(biases) and all(re.fullmatch("[0-9]{1,9}", id) for id in value)
+
+
+BIASES = 1024  # most tokens of a `logit_bias`
 STOPS, STOP = 16, 256  # most stop strings, and most characters of each: all are searched for at every token
 BODY, REPLIES = 2**23, 1024  # most bytes of a body, and most replies to one request
 TOP = 20  # most tokens with log-probabilities at each position
@@ -106,7 +129,11 @@ BOTH = {
     "frequency_penalty": number(-2, 2),
     "presence_penalty": number(-2, 2),
     "repetition_penalty": Field("a number above 0", lambda v: type(v) in (int, float) and 0 < v < math.inf),
-    "logit_bias": only({}),
+    "logit_bias": Field("an object of up to 1024 token ids, with numbers from -100 to 100", are_biases),
+    "structured_outputs": Field(
+        'an object with one of "json", a schema, "regex", "choice", a list of strings, and "grammar", of Lark',
+        is_structure,
+    ),
 }
 CHAT = BOTH | {
     "messages": Field("a list of objects with a role", listed(lambda v: is_object(v) and is_text(v.get("role")))),
@@ -125,8 +152,13 @@ CHAT = BOTH | {
         "an object that names neither messages nor self",
         lambda v: is_object(v) and not v.keys() & {"messages", "self"},
     ),
-    "response_format": only({"type": "text"}),
-    "logprobs": only(False),
+    "reasoning_effort": Field("a string that is not empty", is_word),
+    "response_format": Field(
+        '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}',
+        is_format,
+    ),
+    "logprobs": flag,
+    "top_logprobs": number(0, TOP, whole=True),
 }
 COMPLETIONS = BOTH | {
     "prompt": Field(

@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
+from zoo.generation.constraints import AbstractConstraint
 from zoo.generation.generate import first, partial_stop_length
 from zoo.generation.sampling import Sampling
 from zoo.nn.model import Images
+from zoo.serve.served import Served
 from zoo.text.replies import AbstractReader, Piece
-from zoo.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -18,14 +19,17 @@ class Ask:
     - `sampling`: without stop strings, as the engine takes it.
     - `special`: the special tokens that the text shows (`Tokenizer.stream`).
     - `reader`: makes a reader for each reply; None leaves replies whole.
+    - `constraint`: makes a constraint for each reply; None leaves replies free.
     - `parallel`: whether a reply may have several calls; else it ends with the first.
     """
 
+    served: Served
     prompt: list[int]
     sampling: Sampling
     stop: Sequence[str] = ()
     special: bool | Collection[str] = False
     reader: Callable[[], AbstractReader] | None = None
+    constraint: Callable[[], AbstractConstraint] | None = None
     parallel: bool = True
     images: Images | None = None
 
@@ -33,17 +37,18 @@ class Ask:
 class Reply:
     """One of the continuations that a request asks for. `finish` is the reason why it ended, None before it ends."""
 
-    def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer):
+    def __init__(self, index: int, ask: Ask):
         self.index, self.ask = index, ask
         self.tokens: list[int] = []  # including the end token
         self.text = ""  # without end token and stop string
         self.parts = Piece()
         self.finish: Literal["stop", "length", "tool_calls"] | None = None if ask.sampling.max_new_tokens else "length"
-        self._eos, self._decoder, self._given = tokenizer.eos, tokenizer.stream(ask.prompt, special=ask.special), 0
+        self.constraint = None if ask.constraint is None else ask.constraint()
+        self._decoder, self._given = ask.served.tokenizer.stream(ask.prompt, special=ask.special), 0
         self._reader = None if ask.reader is None else ask.reader()
 
     def push(self, tokens: Iterable[int]) -> Piece:
-        """Add tokens until the reply ends, and return what its parts gain: no text that may begin a stop string."""
+        """Adds tokens until the reply ends, and returns what its parts gain: no text that may begin a stop string."""
         for token in tokens:
             if not self.finish:
                 self._add(token)
@@ -59,7 +64,7 @@ class Reply:
 
     def _add(self, token: int) -> None:
         self.tokens.append(token)
-        if token in self._eos:
+        if token in self.ask.served.tokenizer.eos:
             self.finish = "stop"
             return
         self.text += self._decoder.push(token)
