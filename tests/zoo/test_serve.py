@@ -378,6 +378,27 @@ def test_replies_that_must_be_calls(written):
     assert status == 400 and "names 'other', which is not among the tools" in answer
 
 
+def test_calls_in_older_templates(tmp_path, model, tokenizer):
+    """DeepSeek's templates join arguments as text, and a content that must be there."""
+    folder = shutil.copytree(tokenizer.folder, tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text(
+        "{% set call = messages[1].tool_calls[0].function %}{{ messages[1].content + call.name + call.arguments }}"
+        "{{ messages[0].content }} {{ messages[2].content }}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 41}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42"},
+    ]
+    tokenizer = zoo.tokenizer(folder)
+    with Running(model, tokenizer, max_tokens=ROOM) as running:
+        written = running.ask(CHAT, messages=messages, max_tokens=NEW, temperature=0)["choices"][0]["message"][
+            "content"
+        ]
+    assert written == greedy(model, tokenizer, f'add{{"a": 41}}{MESSAGES[0]["content"]} 42')
+
+
 def test_samples_and_seeds(running, tokenizer, monkeypatch):
     asked = {"prompt": PROMPT, "max_tokens": 12, "n": 3, "seed": 7}
     texts = [[choice["text"] for choice in running.ask(COMPLETIONS, **asked)["choices"]] for _ in range(2)]

@@ -20,7 +20,7 @@ import safetensors.numpy
 
 import convert.tensors
 import zoo
-import zoo.serve.server
+import zoo.serve.prompts
 import zoo.vision.open
 from tests.zoo import seeing, tiny
 from tests.zoo.programs import decode, error, on_host, same
@@ -438,7 +438,8 @@ def test_the_server(untyped, load_vision, vision_folders, monkeypatch):
     part = gemma3.url(PIL.Image.new("RGB", (30, 20), "red"))
     of = lambda part: seeing.ask(part, seeing.text("what is it"))
     with_url = lambda url: of({"type": "image_url", "image_url": {"url": url}})
-    expected = greedy(case, model, *encode_prompt(model, tokenizer, of(part)), NEW)
+    ids, held = encode_prompt(model, tokenizer, of(part))
+    expected = greedy(case, model, ids, held, NEW)
     assert not set(expected) & set(tokenizer.eos)
     with Running(model, tokenizer) as server:
         said = server.ask(CHAT, messages=of(part), max_tokens=NEW, temperature=0)
@@ -460,10 +461,10 @@ def test_the_server(untyped, load_vision, vision_folders, monkeypatch):
             status, answer = server.request(CHAT, {"messages": messages})
             error = json.loads(answer)["error"]
             assert (status, error["code"]) == (400, code) and message in error["message"]
-        monkeypatch.setattr(zoo.serve.server, "PATCHES", 10**3)
+        monkeypatch.setattr(zoo.serve.prompts, "PATCHES", 10**3)
         assert "more than 1,000 bytes" in server.request(CHAT, {"messages": of(part)})[1]
-        (held,) = server.server._held.values()  # held for the reply, and freed by the next one
-        monkeypatch.setattr(zoo.serve.server, "HELD", held.patches.nbytes - 1)
+        server.server._prompts._held[-1] = held  # as of a request in progress
+        monkeypatch.setattr(zoo.serve.prompts, "HELD", held.patches.nbytes - 1)
         assert server.request(CHAT, {"messages": of(part)})[0] == 503
     (plain,) = in_template_form({"content": [part | {"path": "/etc/passwd"}]}, True)["content"]
     assert plain == part

@@ -228,3 +228,12 @@ def in_template_form(message: dict[str, Any], images: bool) -> dict[str, Any]:
 def _with_object(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     return function | {"arguments": json.loads(arguments) if is_text(arguments) else arguments}
+
+
+def in_older_form(message: dict[str, Any]) -> dict[str, Any]:
+    """Brings a message with calls into the form of DeepSeek's templates: arguments as texts, and always a content."""
+    if not message.get("tool_calls"):
+        return message
+    text = lambda function: function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    calls = [call | {"function": text(call["function"])} for call in message["tool_calls"]]
+    return message | {"tool_calls": calls, "content": message.get("content") or ""}

@@ -1,16 +1,18 @@
 """Encodes prompts of requests in threads, since a megabyte of text takes a second, and within limits of memory."""
 
 import asyncio
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from zoo.nn.model import Images, has_vision
-from zoo.serve.fields import HELD, IMAGES, PATCHES, PIXELS, Refusal, in_template_form
+from zoo.serve.fields import HELD, IMAGES, PATCHES, PIXELS, Refusal, in_older_form, in_template_form
 from zoo.serve.served import Served
 from zoo.text.messages import has_images
 from zoo.text.prompts import Limits, TooLong, check_room, encode_prompt
+from zoo.text.tokenizer import Tokenizer
 
 
 class Prompts:
@@ -40,7 +42,7 @@ class Prompts:
         try:
             if has_images(messages):
                 return await self._see(served, messages, options)
-            rendered = await asyncio.to_thread(tokenizer.render_whole, messages, **options)
+            rendered = await asyncio.to_thread(_rendered, tokenizer, messages, options)
             (prompt,) = await self.texts(served, [rendered], "messages", lambda text: tokenizer.encode_marked(text)[0])
         except ValueError as error:
             code = "context_length_exceeded" if isinstance(error, TooLong) else None
@@ -60,3 +62,14 @@ class Prompts:
             )
         self._held[next(self._count)] = images
         return prompt, images
+
+
+def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """Renders a chat, in the form of older templates if the template refuses the other."""
+    try:
+        return tokenizer.render_whole(messages, **options)
+    except ValueError as error:
+        if messages != (older := list(map(in_older_form, messages))):
+            with contextlib.suppress(ValueError):
+                return tokenizer.render_whole(older, **options)
+        raise error
