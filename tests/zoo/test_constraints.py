@@ -144,7 +144,14 @@ def test_the_answer_of_a_chat(tmp_path):
         grammars.compile("regex", "(a")
 
 
-def test_the_final_channel(tmp_path):
+@pytest.mark.parametrize(
+    "before",
+    [
+        f"{ANALYSIS}<|start|>assistant<|channel|>final <|constrain|>json<|message|>",
+        " to=self<|message|>Hm.<|end|><|start|>assistant to=user<|message|>",
+    ],
+)
+def test_the_final_channel(tmp_path, before):
     pytest.importorskip("llguidance")
     path = folder(tmp_path / "channels", "a")
     reading = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -153,7 +160,7 @@ def test_the_final_channel(tmp_path):
     tokenizer = zoo.tokenizer(path)
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     answer = grammars.answer(grammars.compile("choice", ["yes", "no"]), [1])
-    for token in tokenizer.encode(f"{ANALYSIS}<|start|>assistant<|channel|>final <|constrain|>json<|message|>"):
+    for token in tokenizer.encode(before):
         assert answer.allowed() is None
         answer.push(token)
     texts = {tokenizer.decode([id]) for id in bits(answer.allowed())}

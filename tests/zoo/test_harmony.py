@@ -1,6 +1,7 @@
 """Replies in channels are split into reasoning and answer, whole and piece by piece, in the chat and in the server."""
 
 import json
+import re
 
 import pytest
 import tokenizers
@@ -87,6 +88,27 @@ def test_calls(source):
     cut = ANALYSIS + CALL.removesuffix("}")
     assert read(cut) == Piece("They greet.", cut.partition("<|start|>")[2])
     assert read(ANALYSIS + CALL, ()) == Piece(*split(ANALYSIS + CALL))
+
+
+def test_muse(tmp_path):
+    """Muse's recipients in place of channels: itself, the user, and functions, whose arguments are tags."""
+    tokenizer = zoo.tokenizer(folder(tmp_path / "muse", "{{ messages[0].content }}{# <atem:function_calls> #}"))
+    assert tokenizer.channels and tokenizer.beginning([1], "add").startswith(" to=add<|message|><atem:function_calls>")
+    thought, start = " to=self<|message|>Hm.<|eom|>", "<|start|>assistant"
+    add = (
+        '<atem:function_calls>\n<atem:invoke name="add">\n<atem:parameter name="a">1</atem:parameter>\n</atem:invoke>\n'
+    )
+    call = f"{start} to=add<|message|>{add}</atem:function_calls><|eom|>"
+    tools = [{"function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+    for text, want in (
+        (f"{thought}{start} to=user<|message|>Hello", Piece("Hm.", "Hello")),
+        (thought + call + call, Piece("Hm.", "", [Call("add", {"a": 1})] * 2)),
+        (" to=user<|message|>Hello<|eot|>", Piece("", "Hello")),
+        (f" to=add<|message|>{add[:30]}", Piece("", f" to=add<|message|>{add[:30]}")),
+    ):
+        pieces = re.split(r"(?<=>)|(?=<)", text)
+        assert sum(tokenizer.reader([1], tools).split(pieces), Piece()) == want
+    assert split(thought + call) == ("Hm.", call.removeprefix("<|start|>").removesuffix("<|eom|>"))
 
 
 def test_the_answer_of_a_reply(source):

@@ -56,6 +56,10 @@ WRITTEN = {
         f"<|tool_calls_section_begin|>{numbered(0)}{numbered(1)}<|tool_calls_section_end|>",
     ),
     "MiniMax": ("<minimax:tool_call>", f"<minimax:tool_call>\n{invoked() * 2}</minimax:tool_call>"),
+    "Muse": (
+        "<atem:function_calls>",
+        f"<atem:function_calls>\n{invoked('atem:') * 2}</atem:function_calls>",
+    ),
     "Mistral": ("[TOOL_CALLS]", f"[TOOL_CALLS] [{NAMED}, {NAMED}]"),
     "Ministral 3": ("[TOOL_CALLS][ARGS]", f"[TOOL_CALLS]add[ARGS]{JSON}" * 2),
     "Gemma 4": ("<|tool_call>call:", f"<|tool_call>{GEMMA}<tool_call|>" * 2),
@@ -175,7 +179,7 @@ def test_replies_that_must_be_calls(tmp_path):
         reader = tokenizer.reader(prompt, TOOLS, begun)
         assert reader.push(f" {JSON}}}\n</tool_call>") == Piece(calls=[Call("add", ARGUMENTS)])
     for form in FORMS:
-        assert "NAME" in form.begin and (form.bare or form.begin.startswith(form.opens))
+        assert "NAME" in form.begin and (form.bare or form.opens[0] in form.begin)
     with pytest.raises(ValueError, match="writes calls in no form that is known"):
         zoo.tokenizer(folder(tmp_path / "b", "a")).beginning([1])
 

@@ -92,12 +92,13 @@ class Grammar(AbstractConstraint):
 
 
 class FinalChannel(AbstractConstraint):
-    """A constraint on the answer of a reply in channels (`zoo.text.harmony`), which other channels may precede."""
+    """A constraint on the answer of a reply in channels (`zoo.text.harmony`), which others may precede."""
 
     def __init__(self, constraint: AbstractConstraint, tokenizer: Tokenizer):
         self._constraint, self._tokenizer = constraint, tokenizer
-        self._channel, self._message = (tokenizer.control(token) for token in (harmony.CHANNEL, harmony.MESSAGE))
-        self._header: list[int] = []  # tokens since the last channel began
+        self._begin = [tokenizer.control(token) for token in (harmony.START, harmony.CHANNEL)]
+        self._message = tokenizer.control(harmony.MESSAGE)
+        self._header: list[int] = []  # tokens of the header, from the channel's name on
         self._answers = False
 
     def allowed(self) -> UInt32[np.ndarray, " words"] | None:
@@ -107,9 +108,10 @@ class FinalChannel(AbstractConstraint):
         if self._answers:
             self._constraint.push(token)
         elif token == self._message:
-            self._answers = self._tokenizer.decode(self._header).startswith("final")
+            header = self._tokenizer.decode(self._header)
+            self._answers = header.startswith("final") or header.endswith("to=user")
         else:
-            self._header = [] if token == self._channel else [*self._header, token]
+            self._header = [] if token in self._begin else [*self._header, token]
 
     @property
     def complete(self) -> bool:

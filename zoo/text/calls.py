@@ -260,6 +260,11 @@ FORMS = (
         marks=("<minimax:tool_call>",), opens=("<minimax:tool_call>",), close="</minimax:tool_call>",
         read=_invocations(), begin='<minimax:tool_call>\n<invoke name="NAME">\n',
     ),
+    Form(  # Muse Glimmer, whose replies have channels (`zoo.text.harmony`)
+        marks=("<atem:function_calls>",), opens=("<atem:function_calls>",), close="</atem:function_calls>",
+        read=_invocations("atem:"),
+        begin=' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">\n',
+    ),
     Form(  # Mistral: Nemo, and Small 3 and 3.1, write a list; Ministral 3, Devstral 2 and Small 4 write names
         marks=("[ARGS]",), opens=("[TOOL_CALLS]",), close="", inner=("[ARGS]", "[CALL_ID]"),
         read=_named(

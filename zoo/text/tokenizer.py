@@ -52,7 +52,7 @@ class Tokenizer:
     - `eos`: the ids that end a generation. They are generation_config.json's, else config.json's, else the tokenizer's
       own, and also the one with which the chat template ends an assistant's turn, which base models' files leave out.
     - `repetition_penalty`: generation_config.json's, which transformers applies by default; 1 without one.
-    - `channels`: whether replies have channels, as gpt-oss's do (`zoo.text.harmony`).
+    - `channels`: whether replies have channels, as gpt-oss's and Muse's do (`zoo.text.harmony`).
     - `chat_template`: a jinja template, or None.
     - `processor`: prepares the images of chats for training, or None (`zoo.tokenizer`).
 
@@ -102,10 +102,10 @@ class Tokenizer:
         self.bos = self._id("bos_token")
         self.pad = self._id("pad_token")
         self.repetition_penalty = self._repetition_penalty()
-        self.channels = self._tokenizer.token_to_id(harmony.CHANNEL) is not None
 
         self._own_template = chat_template_of(self.folder)
         self.chat_template = self._own_template if chat_template is None else chat_template
+        self.channels = self._tokenizer.token_to_id(harmony.CHANNEL) is not None or self.style.form is harmony.MUSE
 
     def _id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(self._special[name]) if name in self._special else None
@@ -271,7 +271,7 @@ class Tokenizer:
         """
         style = self._style(tools)
         reasons = style.reasons(self.decode(prompt[-16:], special=True))
-        reader = harmony.Reader(calls=bool(tools)) if self.channels else replies.Reader(style, tools, reasons=reasons)
+        reader = harmony.Reader(tools) if self.channels else replies.Reader(style, tools, reasons=reasons)
         reader.push(begun)
         return reader
 
@@ -284,7 +284,7 @@ class Tokenizer:
         form, tags = self.style.form, self.style.tags
         if form is None and not self.channels:
             raise ValueError(f"{self._template_name} writes calls in no form that is known (zoo.text.calls).")
-        begin = harmony.BEGIN if form is None or self.channels else form.begin
+        begin = harmony.BEGIN if form is None else form.begin
         reasons = self.style.reasons(self.decode(prompt[-16:], special=True))
         close = f"\n{tags[1]}\n\n" if tags and reasons and not self.channels else ""
         return close + (begin.partition("NAME")[0] if name is None else begin.replace("NAME", name))
