@@ -20,7 +20,7 @@ from zoo.mesh import make_mesh
 
 FEW = Sampling(max_new_tokens=6)
 TURN = tiny.TOKENS[1, 20:25].tolist()  # what comes after a completion
-SHAPE = dict(batch=3, max_tokens=44, stride=4, page=4)
+SHAPE = dict(batch=3, max_tokens=40, stride=4, page=4)
 QUICK = ["qwen3-window-head", "deepseek3", "qwen3_next", "lfm2", "gemma4"]  # windows, latents, states, inputs, sharing
 
 
@@ -108,8 +108,32 @@ def test_mtp_goes_on(with_further):
 
 def test_a_text_goes_on_beyond_the_limit_of_a_cache(load):
     """Phi's texts of more than 16 tokens are read anew, and go on from there."""
-    engine = Engine(load("phi3-long"), **SHAPE, stops=NEVER, chunk=4)
+    engine = Engine(load("phi3-long"), **SHAPE | dict(max_tokens=44), stops=NEVER, chunk=4)
     assert_goes_on(engine, [tiny.TOKENS[0, :size].tolist() for size in (1, 5, 10, 11, 17)])
+
+
+@pytest.mark.parametrize("name", [*QUICK, *map(slow, sorted({*STACKS} - {*QUICK}))])
+def test_chunks_of_prompts_are_shared(load, name):
+    """Chunks that are found are bit for bit those that are read: later tokens have the same log-probabilities. So have
+    prompts with one chunk in common, and one of which a part was forgotten.
+    """
+    options = dict(stops=NEVER, chunk=8)
+    plain, sharing = Engine(load(name), **SHAPE, **options), Engine(load(name), **SHAPE, **options, prefixes=True)
+    text = tiny.TOKENS[0, :30].tolist()
+    prompts = [text[:27], text[:27], text[:12] + TURN, text[:16], text[:5]]
+    found = []
+    for prompt in prompts:
+        (expected,), (got,) = (engine.submit(prompt, FEW) for engine in (plain, sharing))
+        before = sharing.tokens_found
+        assert drawn(plain, expected) == drawn(sharing, got)
+        found.append(sharing.tokens_found - before)
+    assert found == [0, 24, 8, 8, 0] and sharing.tokens_read == sum(map(len, prompts)) - sum(found)
+    sharing._prefixes.evict()
+    (again,), (expected,) = (engine.submit(prompts[0], FEW) for engine in (sharing, plain))
+    assert drawn(sharing, again) == drawn(plain, expected)
+    while sharing._prefixes.evict():
+        pass
+    assert_all_free(sharing)
 
 
 @pytest.mark.slow
@@ -147,7 +171,7 @@ def test_a_small_pool(load, name):
         for completion in completions[:2]:
             engine.free(completion)
         assert_all_free(engine)
-    with pytest.raises(ValueError, match=r"cache_tokens=30 is less than one row may need: max_tokens=44"):
+    with pytest.raises(ValueError, match=r"cache_tokens=30 is less than one row may need: max_tokens=40"):
         Engine(load(name), **SHAPE, cache_tokens=30)
 
 
@@ -169,8 +193,8 @@ def test_only_finished_completions_go_on(load):
         engine.submit(TURN, FEW, after=first)
     engine.cancel(first)
     engine.step()
-    with pytest.raises(ValueError, match=r"The prompt has 40 tokens.*max_new_tokens=6.*max_tokens=44"):
-        engine.submit([1] * 35, FEW, after=first)
+    with pytest.raises(ValueError, match=r"The prompt has 36 tokens.*max_new_tokens=6.*max_tokens=40"):
+        engine.submit([1] * 31, FEW, after=first)
 
 
 def test_pages():

@@ -84,17 +84,21 @@ def sampling(
 
     described = jax.tree.map(lambda a: at(a, everywhere), jax.eval_shape(table))
     tables = [ints(rows, layout.width) for _ in windows(empty)] if layout else []
-    drawn = decoding.State(at(ints(rows, most), split), caches, logits, None)
-    read = lambda model, *inputs: decoding.read.__wrapped__(((model, None), *inputs[:2]), inputs[2])
-    prompts = decoding.Reading(ints(groups), ints(groups, bucket(min(prompt, CHUNK))), ints(groups), ints(groups))
+    drawn = (at(ints(rows, most), split), caches, logits)
+    chunk = (ints(groups), ints(groups, bucket(min(prompt, CHUNK))), ints(groups), ints(groups))
 
-    def advance(model: Any, stops: Any, table: Any, tables: Any, state: Any, enough: Any) -> Any:
-        return decoding.advance.__wrapped__(((model, None), stops, table, tables), state, STRIDE, enough)
+    def read(model: Any, chunk: Any, tables: Any, drawn: Any) -> Any:
+        inputs = (model, None), decoding.Reading(*chunk), tables
+        return decoding.read.__wrapped__(inputs, decoding.State(*drawn, None))
+
+    def advance(model: Any, stops: Any, table: Any, tables: Any, drawn: Any, enough: Any) -> Any:
+        inputs = (model, None), stops, table, tables
+        return decoding.advance.__wrapped__(inputs, decoding.State(*drawn, None), STRIDE, enough)
 
     with jax.set_mesh(mesh):
         decode = jax.jit(advance, donate_argnums=4, compiler_options=compile_options("decode"))
     return RolloutPrograms(
-        Program(jax.jit(read, donate_argnums=3), (model, prompts, tables, drawn), {}),
+        Program(jax.jit(read, donate_argnums=3), (model, chunk, tables, drawn), {}),
         Program(decode, (model, ints(1), described, tables, drawn, ints()), {"cache": drawn}),
         beside,
     )

@@ -73,7 +73,7 @@ class Reading(eqx.Module):
 
 
 class RowState(eqx.Module):
-    """What a row has of its own after a text, beside pages: with both, another row goes on from there."""
+    """The arrays that a row has of its own after a text. With them and its pages, another row goes on from there."""
 
     caches: tuple[Any, Any]  # None in place of what lies in pages
     logits: Float[Array, "1 vocab"]
@@ -170,7 +170,7 @@ def init_state(
     max_tokens: int,
     cache_dtype: DTypeLike | None,
     mesh: Any,
-    layout: Layout | None,
+    layout: Layout | None = None,
 ) -> State:
     """Makes the state of a batch of free rows. On a mesh, rows and heads are split like those of activations."""
 

@@ -37,11 +37,11 @@ from zoo.generation.decoding import (
     take,
 )
 from zoo.generation.pages import Pool, Table
-from zoo.generation.prefixes import Prefix, Prefixes
+from zoo.generation.prefixes import Prefix, Prefixes, ends_of_chunks, keys_of_chunks
 from zoo.generation.sampling import Sampling, SamplingOptions, settings
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images, pad_patches, require_vision
-from zoo.nn.rows import windows
+from zoo.nn.rows import all_in_pages, windows
 from zoo.weights.gather import gathered
 
 
@@ -70,13 +70,16 @@ class Completion:
 
 @dataclasses.dataclass(eq=False)
 class _Prompt:
-    """A text to be read, and the sequences after it that wait for a row. `after`: the completion that it continues."""
+    """A text to be read, and the sequences after it that wait for a row."""
 
     owner: Hashable
     tokens: list[int]
     images: Images | None
-    after: Completion | None
-    waiting: collections.deque["_Sequence"]
+    after: Completion | None  # the completion that it continues
+    long: bool  # whether it is beyond the model's `cache_limit`
+    ends: list[int]  # of the chunks in which it is read
+    keys: list[bytes]  # of the chunks but the last one; empty if prompts do not share chunks
+    waiting: collections.deque["_Sequence"] = dataclasses.field(default_factory=collections.deque)
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,12 +93,18 @@ class _Sequence:
     keep: bool
     table: Table = dataclasses.field(default_factory=list)
     read: int = 0
+    in_chunks: bool = True  # whether all of this was read in chunks from the beginning
     turn: int = 0  # the number of sequences that came to a row before it
 
     @property
     def length(self) -> int:
         """The number of tokens so far, of the prompt and drawn ones."""
         return len(self.completion.prompt) + len(self.completion.tokens)
+
+    @property
+    def end_of_chunk(self) -> int:
+        """The number of tokens of the prompt up to the end of the chunk that is read next."""
+        return next(end for end in self.prompt.ends if end > self.read)
 
 
 class Engine:
@@ -129,6 +138,7 @@ class Engine:
         cache_tokens: int | None = None,
         page: int = PAGE,
         chunk: int = CHUNK,
+        prefixes: bool = False,
     ):
         """
         Args:
@@ -143,6 +153,8 @@ class Engine:
             page: the number of tokens of a page. On a mesh that splits rows there are no pages, and each row has memory
                 for `max_tokens`.
             chunk: the largest number of tokens of a prompt that are read at a time.
+            prefixes: whether what was read of a prompt serves later ones that begin with the same chunks. That changes
+                no bit of what they get.
 
         Raises:
             ValueError: the draft has another vocabulary, or a cache can't take rejected tokens back or is made anew
@@ -164,7 +176,8 @@ class Engine:
         if cache_tokens is not None and cache_tokens < max_tokens:
             raise ValueError(f"cache_tokens={cache_tokens} is less than one row may need: max_tokens={max_tokens}.")
         self.model, self.max_tokens, self.stride, self.cache_dtype = model, max_tokens, stride, cache_dtype
-        self.draft, self.chunk = draft, chunk
+        self.draft, self.chunk, self.prefixes = draft, chunk, prefixes
+        self.tokens_read, self.tokens_found = 0, 0  # of prompts: read, and read before
         self._models, self._stops = (model, draft), np.array(stops, np.int32)
         sharding = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].sharding
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
@@ -173,6 +186,7 @@ class Engine:
         self._state = init_state(model, draft, batch, max_tokens, cache_dtype, mesh, layout)
         kinds = windows(self._state.caches)
         self._pool = Pool(layout, kinds)
+        self._all_in_pages = draft is None and all_in_pages(self._state.caches)
         self._copies: list[list[tuple[int, int]]] = [[] for _ in kinds]
         # What prefixes have beside pages may take as much memory as the caches.
         size_of = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
@@ -230,7 +244,7 @@ class Engine:
         numbers = np.arange(bucket(samples, 1))  # few sizes, so that little is compiled
         key = jax.random.key(sampling.seed) if key is None else key
         folded = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
-        text = _Prompt(owner, tokens, images, after, collections.deque())
+        text = self._prompt(owner, tokens, images, after)
         for data in np.asarray(jax.random.key_data(folded))[:samples]:
             completion = Completion(prompt=tokens, images=images)
             text.waiting.append(_Sequence(completion, text, sampling, data, keep))
@@ -289,7 +303,7 @@ class Engine:
         for row, s in enumerate(self._rows):
             if s and s.completion.finished:
                 if s.keep:
-                    self._keep(s.completion, s)
+                    self._keep(s.completion, s, s.length)
                 self._leave(row)
         for prompt in self._queue:
             prompt.waiting = collections.deque(s for s in prompt.waiting if not s.completion.finished)
@@ -313,14 +327,18 @@ class Engine:
     def _requeue(self, row: int) -> None:
         """Moves a sequence to the head of the queue, to be read anew with all of its tokens."""
         s = self._leave(row)
-        text, before = s.completion.prompt + s.completion.tokens, s.prompt
-        s.prompt = _Prompt(before.owner, text, before.images, before.after, collections.deque([s]))
+        before, text = s.prompt, s.completion.prompt + s.completion.tokens
+        s.prompt = self._prompt(before.owner, text, before.images, before.after)
+        s.prompt.waiting.append(s)
         self._queue.appendleft(s.prompt)
 
-    def _long(self, prompt: _Prompt) -> bool:
-        """Whether a prompt is read as a text beyond the model's `cache_limit`."""
+    def _prompt(self, owner: Hashable, tokens: list[int], images: Images | None, after: Completion | None) -> _Prompt:
+        """Makes a prompt, cut into the chunks in which it is read. A long text begins with a chunk that is long."""
         most = self.model.config.cache_limit
-        return most is not None and len(prompt.tokens) > most
+        long = most is not None and len(tokens) > most
+        ends = ends_of_chunks(len(tokens), images, self.chunk, most + 1 if most is not None and long else 0)
+        keys = keys_of_chunks(tokens, images, ends[:-1], long) if self.prefixes else []
+        return _Prompt(owner, tokens, images, after, long, ends, keys)
 
     def _left_until_read_anew(self, s: _Sequence) -> int | None:
         """The number of tokens to draw until the text has to be read anew; None: it does not have to be.
@@ -328,19 +346,24 @@ class Engine:
         The token after the last that the cache can hold is drawn from what the cache holds.
         """
         most = self.model.config.cache_limit
-        return None if most is None or self._long(s.prompt) else most + 1 - s.length
+        return None if most is None or s.prompt.long else most + 1 - s.length
 
-    def _keep(self, key: Hashable, s: _Sequence) -> None:
-        """Keeps what a sequence in a row has read, as a prefix."""
-        row = self._rows.index(s)
-        table = self._pool.share(s.table, s.length)
-        self._prefixes.put(key, Prefix(s.length, table, take(self._state, np.array(row)), self._long(s.prompt)))
+    def _keep(self, key: Hashable, s: _Sequence, length: int) -> None:
+        """Keeps what a sequence in a row has read, as a prefix of so many tokens."""
+        in_chunks = length < len(s.prompt.tokens)
+        row = None if in_chunks and self._all_in_pages else take(self._state, np.array(self._rows.index(s)))
+        table = self._pool.share(s.table, length)
+        self._prefixes.put(key, Prefix(length, table, row, s.prompt.long, in_chunks))
 
     def _find(self, prompt: _Prompt) -> Prefix | None:
-        """Finds the longest prefix of a prompt: of all of it, or of the completion that it continues."""
-        for key in (prompt, prompt.after):
+        """Finds a prefix of a prompt: all of it, the completion that it continues, or as many chunks as possible."""
+        for key in (prompt, prompt.after, *reversed(prompt.keys)):
             prefix = None if key is None else self._prefixes.get(key)
-            if prefix and prefix.long == self._long(prompt):
+            if prefix and prefix.long == prompt.long:
+                # Shorter ones, whose pages it shares, have been used too.
+                for n in reversed(range(len(prompt.keys))):
+                    if prefix.in_chunks and prompt.ends[n] < prefix.length:
+                        self._prefixes.get(prompt.keys[n])
                 return prefix
         return None
 
@@ -362,7 +385,7 @@ class Engine:
             # The first sample has read the prompt for all, unless it has lost its row.
             if prompt.waiting and sequences and sequences[0] in self._rows:
                 if self._prefixes.get(prompt) is None:
-                    self._keep(prompt, sequences[0])
+                    self._keep(prompt, sequences[0], sequences[0].length)
                 self._begin(prompt, self._prefixes.get(prompt), turns[prompt] - len(sequences))
         self._clear_queue()
 
@@ -399,6 +422,8 @@ class Engine:
             s = self._rows[row] = prompt.waiting.popleft()
             s.table = self._pool.share(prefix.table, prefix.length) if prefix else self._pool.empty()
             s.read, s.turn = prefix.length if prefix else 0, next(self._turn)
+            s.in_chunks = prefix is None or prefix.in_chunks
+            self.tokens_found += s.read
         if prefix and rows:
             text = np.zeros(self._state.tokens.shape[1], np.int32)
             text[: prefix.length] = prompt.tokens[: prefix.length]
@@ -453,10 +478,10 @@ class Engine:
         """Reads what prompts in rows have that is not read yet, in chunks; several rows together."""
         unread = lambda: [(row, s) for row, s in enumerate(self._rows) if s and s.read < len(s.prompt.tokens)]
         while rows := unread():
-            seq = bucket(self._end_of_chunk(rows[0][1]) - rows[0][1].read)
+            seq = bucket(rows[0][1].end_of_chunk - rows[0][1].read)
             chosen = []
             for row, s in rows:
-                end = self._end_of_chunk(s)
+                end = s.end_of_chunk
                 if len(chosen) < AT_ONCE and bucket(end - s.read) == seq and self._reserve(s, s.read, end):
                     images = part_of_images(s.prompt.images, s.read, end)
                     seen = [x.patches.shape[1:] for *_, x in (*chosen, (images,)) if x is not None]
@@ -477,21 +502,12 @@ class Engine:
         new = Reading(rows, tokens, starts, lengths, images)
         self._state = read((self._models, new, self._tables()), self._state)
         for _, s, end, _ in chosen:
+            self.tokens_read += end - s.read
             s.read = end
             self._pool.leave(s.table, end)
-
-    def _end_of_chunk(self, s: _Sequence) -> int:
-        """Returns where the chunk ends that a sequence reads next: at a multiple of `chunk`, or the next end of an
-        image. A text that is read as a long one begins with a chunk that is long."""
-        most = len(s.prompt.tokens)
-        end = min(most, (s.read // self.chunk + 1) * self.chunk)
-        if self._long(s.prompt) and s.read == 0:
-            end = max(end, (self.model.config.cache_limit or 0) + 1)
-        if s.prompt.images is not None:
-            image = s.prompt.images.image[0]
-            while end < most and image[end] >= 0 and image[end] == image[end - 1]:
-                end += 1
-        return end
+            for key, its_end in zip(s.prompt.keys, s.prompt.ends, strict=False):
+                if its_end == end and s.in_chunks and self._prefixes.get(key) is None:
+                    self._keep(key, s, end)
 
     def _table(self) -> Rows:
         """Returns each row's sequence as arrays for the compiled functions."""

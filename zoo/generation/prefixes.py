@@ -1,11 +1,19 @@
-"""What was read before, and texts that begin with it go on from: finished texts that are kept, and shared prompts."""
+"""Beginnings of texts that were read before, and from which others go on: finished texts, and parts of prompts.
+
+Prompts are always read in the same chunks. So what was read of one is, bit for bit, what another would read that begins
+with the same chunks.
+"""
 
 import collections
 import dataclasses
-from collections.abc import Hashable
+import hashlib
+from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
+
 from zoo.generation.pages import Pool, Table
+from zoo.nn.model import Images
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -14,9 +22,11 @@ class Prefix:
 
     length: int
     table: Table
-    row: Any  # `zoo.generation.decoding.RowState`
+    row: Any  # `zoo.generation.decoding.RowState`; None: there is nothing beside pages
     long: bool
     """Whether the text was read as one beyond the model's `cache_limit`, which no shorter one can go on from."""
+    in_chunks: bool
+    """Whether all of it was read in chunks, and nothing was drawn."""
 
 
 class Prefixes:
@@ -53,3 +63,33 @@ class Prefixes:
             return False
         self.drop(next(iter(self._of)))
         return True
+
+
+def ends_of_chunks(length: int, images: Images | None, chunk: int, first: int) -> list[int]:
+    """Returns where the chunks end in which a text is read: at multiples of `chunk`, but no earlier than `first`, and
+    at the end of the text. One that would end within an image ends behind it."""
+    ends = [end for end in range(chunk, length, chunk) if end > first]
+    ends = [first, *ends] if 0 < first < length else ends
+    if images is not None:
+        image = np.asarray(images.image)[0]
+        inside = np.append(
+            (image[1:] >= 0) & (image[1:] == image[:-1]), False
+        )  # of token n: whether n + 1 belongs to it
+        ends = sorted({end + int(np.argmin(inside[end - 1 :])) for end in ends})
+    return [*(end for end in ends if end < length), length]
+
+
+def keys_of_chunks(tokens: Sequence[int], images: Images | None, ends: Sequence[int], long: bool) -> list[bytes]:
+    """Returns a hash for each chunk, of all tokens and images up to its end, and of how they are read (`Prefix`)."""
+    digest, start, keys = hashlib.sha256(bytes([long])), 0, []
+    for end in ends:
+        digest.update(np.array(tokens[start:end], np.int32).tobytes())
+        if images is not None:
+            image = np.asarray(images.image)[0, start:end]
+            for array in (image, images.feature[0, start:end]):
+                digest.update(np.asarray(array).tobytes())
+            for n in np.unique(image[image >= 0]):
+                digest.update(np.asarray(images.patches[n]).tobytes() + np.asarray(images.grids[n]).tobytes())
+        keys.append(digest.digest())
+        start = end
+    return keys

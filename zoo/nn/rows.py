@@ -44,15 +44,20 @@ def replace(caches: Any, rows: Int[HostArray, " rows"], new: Any) -> Any:
 
 
 def own(caches: Any, row: Int[HostArray, ""]) -> Any:
-    """Copies what one row has of its own, with None in place of what lies in pages."""
-    found = eqx.filter(caches, _of_rows(caches))
+    """Copies what one row has of its own, with None in place of what lies in pages, and of tables."""
+    found = eqx.filter(caches, _own(caches))
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1), found)
 
 
 def with_own(caches: Any, rows: Int[HostArray, " rows"], one: Any) -> Any:
     """Puts what `own` returned into several rows. A number that no row has is left out."""
-    old, shared = eqx.partition(caches, _of_rows(caches))
+    old, shared = eqx.partition(caches, _own(caches))
     return eqx.combine(_put(old, rows, one), shared)
+
+
+def all_in_pages(caches: Any) -> bool:
+    """Whether rows have nothing of their own."""
+    return not jax.tree.leaves(eqx.filter(caches, _own(caches)))
 
 
 def copy_pages(caches: Any, pairs: Sequence[Int[HostArray, "pairs 2"]]) -> Any:
@@ -78,6 +83,11 @@ def _in_pages(cache: Any) -> bool:
 
 def _of_rows(caches: Any) -> Any:
     return each(lambda cache: cache.of_rows(), caches)
+
+
+def _own(caches: Any) -> Any:
+    without_table = lambda cache: eqx.tree_at(lambda c: c.table, cache, False) if _in_pages(cache) else cache
+    return each(without_table, _of_rows(caches))
 
 
 def _put(old: Any, rows: Int[HostArray, " rows"], new: Any) -> Any:
