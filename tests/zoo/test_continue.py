@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from zoo.mesh import make_mesh
 
 FEW = Sampling(max_new_tokens=6)
 TURN = tiny.TOKENS[1, 20:25].tolist()  # what comes after a completion
-SHAPE = dict(batch=3, max_tokens=40, stride=4, page=4)
+SHAPE: Any = dict(batch=3, max_tokens=40, stride=4, page=4)
 QUICK = ["qwen3-window-head", "deepseek3", "qwen3_next", "lfm2", "gemma4"]  # windows, latents, states, inputs, sharing
 
 
@@ -136,6 +137,28 @@ def test_chunks_of_prompts_are_shared(load, name):
     assert_all_free(sharing)
 
 
+@pytest.mark.parametrize("name", ["qwen3-window-head", slow("qwen3_next")])
+def test_prompts_are_read_beside_rows_that_draw(load, name, monkeypatch):
+    """A row draws in every step, while long prompts are read in chunks; each gets the tokens that it gets alone."""
+    options = SHAPE | dict(stops=NEVER, chunk=8)
+    engine, alone, counts = Engine(load(name), **options, beside=8), Engine(load(name), **options), []
+    (first,) = engine.submit(PROMPTS[0], Sampling(max_new_tokens=30))
+    engine.step()
+    sampling = Sampling(max_new_tokens=6, temperature=1.0)
+    others = [*engine.submit(tiny.TOKENS[0, :30].tolist(), sampling, samples=2), *engine.submit(PROMPTS[2], sampling)]
+    while not first.finished:
+        before = engine.tokens_read
+        assert first in engine.step()
+        counts.append(engine.tokens_read - before)
+    assert counts[:6] == [8, 8, 8, 6, 8, 4] and not any(counts[6:])
+    drawn(engine)
+    for completion, n in zip((first, *others), (0, 0, 1, 0), strict=True):
+        sampling = Sampling(max_new_tokens=len(completion.tokens), temperature=0.0 if completion is first else 1.0)
+        expected = alone.submit(completion.prompt, sampling, samples=n + 1)[n]
+        assert_same(*drawn(alone, completion, expected))
+    assert_all_free(engine)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["tensor=2", "fsdp=2"])
 def test_a_mesh_goes_on(folders, spec):
@@ -201,10 +224,10 @@ def test_pages():
     """A pool gives pages that nobody else holds, copies those that are shared, and takes back what windows leave."""
     pool = Pool(Layout(1, 2, 4, 6, 3), [None, 4])
     one = pool.empty()
-    assert pool.reserve(one, 0, 5) == [[], []] and [len(pages) for pages in one] == [3, 3]
+    assert pool.reserve(one, 0, 5) == [{}, {}] and [len(pages) for pages in one] == [3, 3]
     other = pool.share(one, 5)
     assert pool.free.tolist() == [3, 3]
-    assert pool.reserve(other, 5, 6) == [[(one[0][2], other[0][2])], [(one[1][2], other[1][2])]]
+    assert pool.reserve(other, 5, 6) == [{other[0][2]: one[0][2]}, {other[1][2]: one[1][2]}]
     assert other[0][:2] == one[0][:2] and other[0][2] != one[0][2]
     assert pool.reserve(other, 6, 12) is None and pool.free.tolist() == [2, 2]
     pool.leave(other, 6)  # tokens from 6 on see 3 and later ones, which are in entry 1 and later ones

@@ -214,7 +214,7 @@ def test_prompts_of_all_lengths_share_few_programs(monkeypatch):
     for length in lengths:
         for count in range(1, 11):
             completions = [engine.submit([1] * length, Sampling(max_new_tokens=1))[0] for _ in range(count)]
-            engine._admit()
+            engine._fill()
             for completion in completions:
                 engine.cancel(completion)
             engine._sweep()

@@ -84,16 +84,16 @@ def sampling(
 
     described = jax.tree.map(lambda a: at(a, everywhere), jax.eval_shape(table))
     tables = [ints(rows, layout.width) for _ in windows(empty)] if layout else []
-    drawn = (at(ints(rows, most), split), caches, logits)
-    chunk = (ints(groups), ints(groups, bucket(min(prompt, CHUNK))), ints(groups), ints(groups))
+    drawn: Any = (at(ints(rows, most), split), caches, logits)
+    chunk: Any = (ints(groups), ints(groups, bucket(min(prompt, CHUNK))), ints(groups), ints(groups))
 
     def read(model: Any, chunk: Any, tables: Any, drawn: Any) -> Any:
         inputs = (model, None), decoding.Reading(*chunk), tables
-        return decoding.read.__wrapped__(inputs, decoding.State(*drawn, None))
+        return decoding.read.__wrapped__(inputs, decoding.State(drawn[0], drawn[1], drawn[2], None))
 
     def advance(model: Any, stops: Any, table: Any, tables: Any, drawn: Any, enough: Any) -> Any:
         inputs = (model, None), stops, table, tables
-        return decoding.advance.__wrapped__(inputs, decoding.State(*drawn, None), STRIDE, enough)
+        return decoding.advance.__wrapped__(inputs, decoding.State(drawn[0], drawn[1], drawn[2], None), STRIDE, enough)
 
     with jax.set_mesh(mesh):
         decode = jax.jit(advance, donate_argnums=4, compiler_options=compile_options("decode"))

@@ -240,7 +240,7 @@ def put(inputs: tuple[RowState | None, Int[HostArray, " seq"], Int[HostArray, " 
 
 @eqx.filter_jit(donate="all-except-first")
 def copy(pairs: Sequence[Int[HostArray, "pairs 2"]], state: State) -> State:
-    """Copies pages, for each pair from the first to the second, for each window of `zoo.nn.rows.windows`."""
+    """Copies pages, for each pair to the first from the second, for each window of `zoo.nn.rows.windows`."""
     return eqx.tree_at(lambda s: s.caches, state, rows.copy_pages(state.caches, pairs))
 
 

@@ -106,6 +106,11 @@ class _Sequence:
         """The number of tokens of the prompt up to the end of the chunk that is read next."""
         return next(end for end in self.prompt.ends if end > self.read)
 
+    @property
+    def draws(self) -> bool:
+        """Whether all of the prompt is read."""
+        return self.read >= len(self.prompt.tokens)
+
 
 class Engine:
     """Decodes `batch` sequences at once, each with room for `max_tokens` of a prompt with its completion.
@@ -139,6 +144,7 @@ class Engine:
         page: int = PAGE,
         chunk: int = CHUNK,
         prefixes: bool = False,
+        beside: int | None = None,
     ):
         """
         Args:
@@ -155,6 +161,8 @@ class Engine:
             chunk: the largest number of tokens of a prompt that are read at a time.
             prefixes: whether what was read of a prompt serves later ones that begin with the same chunks. That changes
                 no bit of what they get.
+            beside: the most tokens of prompts that a step reads while rows draw, but one chunk at least: it bounds how
+                long these wait. None: a step reads all prompts that have a row.
 
         Raises:
             ValueError: the draft has another vocabulary, or a cache can't take rejected tokens back or is made anew
@@ -176,7 +184,7 @@ class Engine:
         if cache_tokens is not None and cache_tokens < max_tokens:
             raise ValueError(f"cache_tokens={cache_tokens} is less than one row may need: max_tokens={max_tokens}.")
         self.model, self.max_tokens, self.stride, self.cache_dtype = model, max_tokens, stride, cache_dtype
-        self.draft, self.chunk, self.prefixes = draft, chunk, prefixes
+        self.draft, self.chunk, self.prefixes, self.beside = draft, chunk, prefixes, beside
         self.tokens_read, self.tokens_found = 0, 0  # of prompts: read, and read before
         self._models, self._stops = (model, draft), np.array(stops, np.int32)
         sharding = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].sharding
@@ -187,7 +195,7 @@ class Engine:
         kinds = windows(self._state.caches)
         self._pool = Pool(layout, kinds)
         self._all_in_pages = draft is None and all_in_pages(self._state.caches)
-        self._copies: list[list[tuple[int, int]]] = [[] for _ in kinds]
+        self._copies: list[dict[int, int]] = [{} for _ in kinds]  # for each window: the page to copy to, and from which
         # What prefixes have beside pages may take as much memory as the caches.
         size_of = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
         of_row = size_of(eqx.filter_eval_shape(take, self._state, np.array(0)))
@@ -270,10 +278,10 @@ class Engine:
         While sequences are in the queue, decoding stops as soon as an eighth of the rows are free.
         """
         self._sweep()
-        self._admit()
-        for s in sorted(filter(None, self._rows), key=lambda s: s.turn):
+        self._fill()
+        for s in sorted((s for s in self._rows if s and s.draws), key=lambda s: s.turn):
             self._reserve(s, s.length, self._end_of_step(s.length))
-        running = [(row, sequence) for row, sequence in enumerate(self._rows) if sequence]
+        running = [(row, s) for row, s in enumerate(self._rows) if s and s.draws]
         if not running:
             return {}
         self._copy()
@@ -294,7 +302,7 @@ class Engine:
             self._pool.leave(sequence.table, sequence.length)
         self._sweep()
         for row, s in enumerate(self._rows):
-            if s and self._left_until_read_anew(s) == 0:
+            if s and s.draws and self._left_until_read_anew(s) == 0:
                 self._requeue(row)
         return new
 
@@ -302,7 +310,7 @@ class Engine:
         """Frees the rows of finished completions, keeps what is to be kept, and removes them from the queue."""
         for row, s in enumerate(self._rows):
             if s and s.completion.finished:
-                if s.keep:
+                if s.keep and s.draws:
                     self._keep(s.completion, s, s.length)
                 self._leave(row)
         for prompt in self._queue:
@@ -367,26 +375,30 @@ class Engine:
                 return prefix
         return None
 
+    def _fill(self) -> None:
+        """Gives free rows to sequences of the queue, and reads prompts: all, or where rows draw so many `beside`."""
+        draws = any(s and s.draws for s in self._rows)
+        left = self.beside if self.beside is not None and draws else self._state.tokens.size
+        self._admit()
+        count = self._read(left, one=True)
+        while count:
+            left -= count
+            self._admit()
+            count = self._read(left)
+
     def _admit(self) -> None:
-        """Gives free rows to sequences of the queue, as many as there is memory for, and reads their prompts."""
-        turns, begun = self._turns(self._rows.count(None)), {}
-        promised = sum(
-            (self._wanted(s.table, s.length, s.length) for s in self._rows if s), np.zeros_like(self._pool.most)
-        )
+        """Gives free rows to sequences of the queue, as many as there is memory for."""
+        turns = self._turns(self._rows.count(None))
+        starts = ((s, s.length if s.draws else s.read) for s in self._rows if s)
+        promised = sum((self._wanted(s.table, start, s.length) for s, start in starts), np.zeros_like(self._pool.most))
         for prompt, most in turns.items():
-            turns[prompt] = next((n for n in range(most) if not self._fits(prompt, n, promised)), most)
+            count = next((n for n in range(most) if not self._fits(prompt, n, promised)), most)
             found = self._find(prompt)
+            # One sample reads the prompt for all, unless all of it has been read.
             whole = found is not None and found.length == len(prompt.tokens)
-            begun[prompt] = self._begin(prompt, found, turns[prompt] if whole else min(turns[prompt], 1))
-            if turns[prompt] < most:
+            self._begin(prompt, found, count if whole else min(count, 1))
+            if count < most:
                 break
-        self._read()
-        for prompt, sequences in begun.items():
-            # The first sample has read the prompt for all, unless it has lost its row.
-            if prompt.waiting and sequences and sequences[0] in self._rows:
-                if self._prefixes.get(prompt) is None:
-                    self._keep(prompt, sequences[0], sequences[0].length)
-                self._begin(prompt, self._prefixes.get(prompt), turns[prompt] - len(sequences))
         self._clear_queue()
 
     def _fits(self, prompt: _Prompt, others: int, promised: Int[np.ndarray, " windows"]) -> bool:
@@ -415,7 +427,7 @@ class Engine:
         """Returns the position before which a step writes in a row with so many tokens."""
         return min(length + room(self.draft, self.stride), room(self.draft, self.max_tokens))
 
-    def _begin(self, prompt: _Prompt, prefix: Prefix | None, count: int) -> list[_Sequence]:
+    def _begin(self, prompt: _Prompt, prefix: Prefix | None, count: int) -> None:
         """Puts `count` sequences that wait after a prompt into free rows, from this prefix of the prompt on."""
         rows = [row for row, s in enumerate(self._rows) if s is None][:count]
         for row in rows:
@@ -428,12 +440,15 @@ class Engine:
             text = np.zeros(self._state.tokens.shape[1], np.int32)
             text[: prefix.length] = prompt.tokens[: prefix.length]
             self._state = put((prefix.row, text, filled(rows, bucket(len(rows), 1), len(self._rows))), self._state)
-        return [s for row in rows if (s := self._rows[row])]
 
     def _turns(self, free: int) -> dict[_Prompt, int]:
-        """Returns how many free rows each prompt gets. A row goes to the owner that has the fewest."""
+        """Returns how many free rows each prompt gets. A row goes to the owner that has the fewest.
+
+        Samples of a prompt that another sample is just reading wait for that.
+        """
         waiting: dict[Hashable, collections.deque[_Prompt]] = {}
-        for prompt in self._queue if free else ():
+        being_read = [s.prompt for s in self._rows if s and not s.draws]
+        for prompt in (prompt for prompt in self._queue if prompt not in being_read) if free else ():
             waiting.setdefault(prompt.owner, collections.deque()).extend([prompt] * len(prompt.waiting))
         rows = collections.Counter(s.prompt.owner for s in self._rows if s)
         turns: collections.Counter[_Prompt] = collections.Counter()
@@ -453,8 +468,8 @@ class Engine:
         while s in self._rows:
             copies = self._pool.reserve(s.table, start, end)
             if copies is not None:
-                for all_copies, new in zip(self._copies, copies, strict=True):
-                    all_copies += new
+                for to_make, new in zip(self._copies, copies, strict=True):
+                    to_make.update(new)
                 return True
             if not self._prefixes.evict():
                 self._requeue(max((x.turn, row) for row, x in enumerate(self._rows) if x)[1])
@@ -465,31 +480,41 @@ class Engine:
         if any(self._copies):
             most = bucket(max(map(len, self._copies)), 1)
             pairs = [
-                np.array(copies + [(count, count)] * (most - len(copies)), np.int32)  # no page has this number
+                np.array(
+                    [*copies.items(), *[(count, count)] * (most - len(copies))], np.int32
+                )  # no page has this number
                 for copies, count in zip(self._copies, self._pool.counts, strict=True)
             ]
             self._state = copy(pairs, self._state)
-            self._copies = [[] for _ in self._copies]
+            self._copies = [{} for _ in self._copies]
 
     def _tables(self) -> list[Int[np.ndarray, "batch pages"]]:
         return self._pool.arrays([s and s.table for s in self._rows])
 
-    def _read(self) -> None:
-        """Reads what prompts in rows have that is not read yet, in chunks; several rows together."""
-        unread = lambda: [(row, s) for row, s in enumerate(self._rows) if s and s.read < len(s.prompt.tokens)]
-        while rows := unread():
-            seq = bucket(rows[0][1].end_of_chunk - rows[0][1].read)
-            chosen = []
-            for row, s in rows:
+    def _read(self, most: int, *, one: bool = False) -> int:
+        """Reads a chunk of the prompts in some rows together, of at most so many tokens; with `one` of a row at least.
+
+        Returns the number of tokens.
+        """
+        while unread := [(row, s) for row, s in enumerate(self._rows) if s and not s.draws]:
+            first = min((s for _, s in unread), key=lambda s: s.turn)
+            seq, count, chosen = bucket(first.end_of_chunk - first.read), 0, []
+            for row, s in sorted(unread, key=lambda each: each[1].turn):
                 end = s.end_of_chunk
-                if len(chosen) < AT_ONCE and bucket(end - s.read) == seq and self._reserve(s, s.read, end):
+                fits = count + end - s.read <= most or (one and s is first)
+                if fits and len(chosen) < AT_ONCE and bucket(end - s.read) == seq and self._reserve(s, s.read, end):
                     images = part_of_images(s.prompt.images, s.read, end)
                     seen = [x.patches.shape[1:] for *_, x in (*chosen, (images,)) if x is not None]
                     if len(set(seen)) <= 1:  # small images would be padded to the size of large ones
                         chosen.append((row, s, end, images))
+                        count += end - s.read
             chosen = [each for each in chosen if self._rows[each[0]] is each[1]]  # whose row no other has needed
+            count = sum(end - s.read for _, s, end, _ in chosen)
             if chosen:
                 self._read_chunk(chosen, min(seq, self.max_tokens))
+            if chosen or first in self._rows:
+                return count
+        return 0
 
     def _read_chunk(self, chosen: Sequence[tuple[int, _Sequence, int, Images | None]], seq: int) -> None:
         """Reads the next chunk, up to `end` and with these images, in each row (row, sequence, end, images)."""
@@ -508,6 +533,8 @@ class Engine:
             for key, its_end in zip(s.prompt.keys, s.prompt.ends, strict=False):
                 if its_end == end and s.in_chunks and self._prefixes.get(key) is None:
                     self._keep(key, s, end)
+            if s.draws and s.prompt.waiting:
+                self._keep(s.prompt, s, end)
 
     def _table(self) -> Rows:
         """Returns each row's sequence as arrays for the compiled functions."""
@@ -515,11 +542,12 @@ class Engine:
         column = lambda of, off: np.array([off if s is None else of(s) for s in rows], np.int32)
         drawn = lambda s: len(s.completion.tokens)
         left = lambda s: min(s.sampling.max_new_tokens - drawn(s), self._left_until_read_anew(s) or self.max_tokens)
+        left_now = lambda s: left(s) if s.draws else 0
         some = next(s for s in rows if s)
         return Rows(
             positions=column(lambda s: s.length, -1),
             drawn=column(drawn, 0),
-            left=column(left, 0),
+            left=column(left_now, 0),
             keys=np.stack([(s or some).key for s in rows]),
             settings=settings([s.sampling if s else Sampling() for s in rows]),
         )

@@ -17,8 +17,8 @@ NONE = -1  # in a table: there is no page, or no longer
 Table = list[list[int]]
 """The pages of a text, for each window: entry i is that of positions i * slots to (i + 1) * slots - 1."""
 
-Copies = list[list[tuple[int, int]]]
-"""Pages to be copied, for each window: from one, to another."""
+Copies = list[dict[int, int]]
+"""Pages to be copied, for each window: to which one, and from which."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Pool:
         lacking = self.lacking(table, start, end)
         if any(len(entries) > len(free) for entries, free in zip(lacking, self._free, strict=True)):
             return None
-        copies: Copies = [[] for _ in table]
+        copies: Copies = [{} for _ in table]
         for pages, entries, free, holders, pairs in zip(table, lacking, self._free, self._holders, copies, strict=True):
             for i in entries:
                 pages += [NONE] * (i + 1 - len(pages))
@@ -91,7 +91,7 @@ class Pool:
                 holders[pages[i]] = 1
                 if old != NONE:
                     holders[old] -= 1
-                    pairs.append((old, pages[i]))
+                    pairs[pages[i]] = old
         return copies
 
     def share(self, table: Table, length: int) -> Table:

@@ -134,7 +134,8 @@ class KV(AbstractPagedCache):
         *,
         v_dim: int | None = None,
     ) -> "KV":
-        return cls(*_empty(layers, batch, length, heads, dim, v_dim, dtype), jnp.array(0, jnp.int32))
+        k, v = _empty(layers, batch, length, heads, dim, v_dim, dtype)
+        return cls(k=k, v=v, layer=jnp.array(0, jnp.int32))
 
     def update(
         self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads v_dim"], at: Tokens
@@ -273,7 +274,8 @@ class LatentKV(AbstractPagedCache):
 
     @classmethod
     def init(cls, layers: int, batch: int, length: int, rank: int, rope: int, dtype: DTypeLike) -> "LatentKV":
-        return cls(jnp.zeros((layers, batch, length, rank + rope), dtype), jnp.array(0, jnp.int32), rank)
+        latents = jnp.zeros((layers, batch, length, rank + rope), dtype)
+        return cls(latents=latents, layer=jnp.array(0, jnp.int32), rank=rank)
 
     def update(self, latents: Float[Array, "batch seq features"], at: Tokens) -> tuple["LatentKV", Stacked, Tokens]:
         """Writes new latents, each with its rotary key. Returns the cache, this layer's, as keys of one head, and where
@@ -301,7 +303,7 @@ class LatentKV(AbstractPagedCache):
         assert isinstance(self.latents, jax.Array)
         layers, batch, _, features = self.latents.shape
         latents = jnp.zeros((layers, pages(None), slots, features), self.latents.dtype)
-        return LatentKV(latents, self.layer, self.rank, _empty_table(batch, slots, length))
+        return dataclasses.replace(self, latents=latents, table=_empty_table(batch, slots, length))
 
     def of_rows(self) -> "LatentKV":
         vectors = jax.tree.map(lambda _: self.table is None, self.latents)
@@ -462,8 +464,8 @@ def _table_spec(cache: AbstractPagedCache, sizes: Mapping[str, int]) -> P | None
 def _paged_kv(cache: KV | WindowKV, window: int | None, pages: PagesOf, slots: int, length: int) -> KV:
     assert isinstance(cache.k, jax.Array) and isinstance(cache.v, jax.Array)
     layers, batch, _, heads, dim = cache.k.shape
-    vectors = _empty(layers, pages(window), slots, heads, dim, cache.v.shape[-1], cache.k.dtype)
-    return KV(*vectors, cache.layer, _empty_table(batch, slots, length), window)
+    k, v = _empty(layers, pages(window), slots, heads, dim, cache.v.shape[-1], cache.k.dtype)
+    return KV(k=k, v=v, layer=cache.layer, table=_empty_table(batch, slots, length), window=window)
 
 
 def _where(cache: AbstractPagedCache, positions: Int[Array, "batch seq"], shape: tuple[int, ...]) -> tuple[Array, ...]:

@@ -4,8 +4,8 @@ What a row has of its own, such as a recurrent state, is at the second axis of t
 names. The rest lies in pages, to which a row's table points. So this works for caches of every kind, in pages or not.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -28,7 +28,7 @@ def windows(caches: Any) -> tuple[int | None, ...]:
 def with_tables(caches: Any, tables: Sequence[Int[HostArray, "batch pages"]]) -> Any:
     """Tells caches in pages which pages the rows have. There is a table for each of the `windows`."""
     of = {window: jnp.asarray(table)[None] for window, table in zip(windows(caches), tables, strict=True)}
-    return each(lambda c: eqx.tree_at(lambda c: c.table, c, of[c.window]) if _in_pages(c) else c, caches)
+    return _each_in_pages(lambda c: eqx.tree_at(lambda c: c.table, c, of[c.window]), caches)
 
 
 def select(caches: Any, rows: Int[HostArray, " rows"]) -> Any:
@@ -61,24 +61,26 @@ def all_in_pages(caches: Any) -> bool:
 
 
 def copy_pages(caches: Any, pairs: Sequence[Int[HostArray, "pairs 2"]]) -> Any:
-    """Copies pages, for each pair from the first to the second, for each of the `windows`. Numbers that no page has are
+    """Copies pages, for each pair to the first from the second, for each of the `windows`. Numbers that no page has are
     left out."""
     of = dict(zip(windows(caches), pairs, strict=True))
 
-    def one(cache: AbstractCache) -> AbstractCache:
-        if not _in_pages(cache):
-            return cache
-        source, target = jnp.asarray(of[cache.window]).T
+    def one(cache: AbstractPagedCache) -> AbstractPagedCache:
+        target, source = jnp.asarray(of[cache.window]).T
         in_pages = jax.tree.map(lambda of_rows: not of_rows, cache.of_rows())
         pages, rest = eqx.partition(cache, eqx.tree_at(lambda c: c.layer, in_pages, False))
         copied = lambda x: x.at[:, target].set(x.at[:, source].get(mode="clip"))
         return eqx.combine(jax.tree.map(copied, pages), rest)
 
-    return each(one, caches)
+    return _each_in_pages(one, caches)
 
 
-def _in_pages(cache: Any) -> bool:
+def _in_pages(cache: Any) -> TypeGuard[AbstractPagedCache]:
     return isinstance(cache, AbstractPagedCache) and cache.table is not None
+
+
+def _each_in_pages(function: Callable[[AbstractPagedCache], AbstractPagedCache], caches: Any) -> Any:
+    return each(lambda cache: function(cache) if _in_pages(cache) else cache, caches)
 
 
 def _of_rows(caches: Any) -> Any:
@@ -86,8 +88,7 @@ def _of_rows(caches: Any) -> Any:
 
 
 def _own(caches: Any) -> Any:
-    without_table = lambda cache: eqx.tree_at(lambda c: c.table, cache, False) if _in_pages(cache) else cache
-    return each(without_table, _of_rows(caches))
+    return _each_in_pages(lambda cache: eqx.tree_at(lambda c: c.table, cache, False), _of_rows(caches))
 
 
 def _put(old: Any, rows: Int[HostArray, " rows"], new: Any) -> Any:
