@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from zoo.generation.decoding import Drawn, Rows, State, compiled, logprob, write
+from zoo.generation.decoding import Drawn, Rows, State, Tables, compiled, logprob, write
+from zoo.nn import rows
 from zoo.nn.model import AbstractModel
 
 
@@ -71,25 +72,29 @@ class Delayed(AbstractConstraint):
 
 @eqx.filter_jit
 def draw(
-    rows: Rows, tokens: Int[Array, "batch seq"], logits: Float[Array, "batch vocab"]
+    table: Rows, tokens: Int[Array, "batch seq"], logits: Float[Array, "batch vocab"]
 ) -> tuple[Drawn, Int[Array, "batch seq"]]:
     """Draws a token for each row. Returns these, and `tokens` with them."""
-    at, settings, live = _positions(rows), rows.settings, (jnp.asarray(rows.left) > 0).astype(jnp.int32)
-    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(rows.keys)), rows.drawn)
-    permitted = settings.permitted(settings.penalized(logits, tokens, rows.positions - rows.drawn, at))
+    at, settings, live = _positions(table), table.settings, (jnp.asarray(table.left) > 0).astype(jnp.int32)
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(table.keys)), table.drawn)
+    permitted = settings.permitted(settings.penalized(logits, tokens, table.positions - table.drawn, at))
     token = settings.draw(permitted, keys)[:, None]
     logprobs = logprob(settings.scaled(logits)[:, None], token)
     return Drawn(token, logprobs, live, live), write(tokens, token, at[:, None])
 
 
 @compiled
-def read(inputs: tuple[AbstractModel, Rows, Int[Array, "batch 1"], Int[Array, "batch seq"]], state: State) -> State:
+def read(
+    inputs: tuple[AbstractModel, Rows, Tables, Int[Array, "batch 1"], Int[Array, "batch seq"]], state: State
+) -> State:
     """Gives the model the tokens that `draw` has drawn, and returns the state for the next ones."""
-    model, rows, token, tokens = inputs
-    logits, cache = model.decode(token, state.caches[0], positions=_positions(rows)[:, None])
-    return State(tokens, (cache, None), logits[:, 0].astype(jnp.float32), None)
+    model, table, pages, token, tokens = inputs
+    at = _positions(table)[:, None]
+    logits, cache = model.decode(token, rows.with_tables(state.caches, pages)[0], positions=at)
+    logits = jnp.where(at >= 0, logits[:, 0].astype(jnp.float32), state.logits)
+    return State(tokens, (cache, None), logits, None)
 
 
-def _positions(rows: Rows) -> Int[Array, " batch"]:
+def _positions(table: Rows) -> Int[Array, " batch"]:
     """Returns each row's position; -1, that of padding, for free rows."""
-    return jnp.where(jnp.asarray(rows.left) > 0, rows.positions, -1)
+    return jnp.where(jnp.asarray(table.left) > 0, table.positions, -1)

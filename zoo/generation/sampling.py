@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-
-HostArray = Array | np.ndarray  # numpy when the host passes it in; a JAX array within the compiled function
+from zoo.nn.rows import HostArray
 
 
 class Settings(eqx.Module):
