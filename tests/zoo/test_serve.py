@@ -190,6 +190,18 @@ def test_health_metrics_and_page(model, tokenizer):
     assert counts == sorted(counts) and float(lines["zoo_reply_seconds_sum"]) > 0
 
 
+def test_prompts_that_begin_alike(model, tokenizer):
+    """A chunk of a prompt is read once, and the replies are as without that."""
+    texts = [PROMPT * 5 + more for more in ("import os", "import re")]
+    with Running(model, tokenizer, max_tokens=ROOM, chunk=16) as running:
+        body = {"max_tokens": NEW, "temperature": 0}
+        said = [running.ask(COMPLETIONS, prompt=text, **body)["choices"][0]["text"] for text in texts]
+        counts = running.request("/metrics")[1]
+    assert said == [greedy(model, tokenizer, text) for text in texts]
+    (found,) = re.findall(r'zoo_prompt_tokens_found_total{model="tiny"} (.*)', counts)
+    assert int(found) == len(tokenizer.encode(PROMPT * 5)) // 16 * 16
+
+
 def test_labels_are_escaped():
     metrics = Metrics()
     metrics.add("zoo_replies_total", model='a"b\\c\n')

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 import zoo
 from zoo.chat import LoadOptions
+from zoo.generation.decoding import CHUNK
 from zoo.generation.speculative import MTPDraft
 from zoo.mesh import make_mesh
 from zoo.serve.served import Served
@@ -49,6 +50,7 @@ def serve(
     adapters: tuple[str, ...] = (),
     batch: int = 8,
     max_tokens: int = 4096,
+    chunk: int = CHUNK,
     mesh: str | None = None,
 ) -> None:
     """Serves a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
@@ -61,6 +63,8 @@ def serve(
             weights, and each has a cache of its own.
         batch: number of replies that are written at the same time; others wait.
         max_tokens: largest number of tokens of a prompt and its reply together. The cache has this room for each reply.
+        chunk: most tokens of prompts that are read between two tokens of a reply, so that a long prompt does not stop
+            other replies.
         mesh: number of devices along each axis, such as tensor=4 or fsdp=2,tensor=2. None: one device.
     """
     try:
@@ -75,7 +79,9 @@ def serve(
             "leave both out."
         )
     served = models(source, load, dict(map(name_and_folder, adapters)), None if mesh is None else make_mesh(mesh))
-    server = Server(served, batch=batch, max_tokens=max_tokens, api_key=key, hosts=(listen.host, *listen.hosts))
+    server = Server(
+        served, batch=batch, max_tokens=max_tokens, chunk=chunk, api_key=key, hosts=(listen.host, *listen.hosts)
+    )
     listener = Listener(server, host=listen.host, port=listen.port, grace=listen.grace)
     with contextlib.suppress(KeyboardInterrupt):
         listener.run()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 COUNTERS = {
     "zoo_requests_total": "Answered requests, by path and status.",
     "zoo_prompt_tokens_total": "Tokens of prompts, by model.",
+    "zoo_prompt_tokens_found_total": "Tokens of prompts that were in the cache already, by model.",
     "zoo_generated_tokens_total": "Tokens of replies, by model.",
     "zoo_replies_total": "Replies that have ended, by model and reason.",
 }

@@ -22,6 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from zoo.generation.decoding import CHUNK
 from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling
 from zoo.serve.answers import Scores, choice, delta, event, message, usage
@@ -56,6 +57,7 @@ class Server:
         *,
         batch: int,
         max_tokens: int,
+        chunk: int = CHUNK,
         api_key: str | None = None,
         hosts: Sequence[str] = (),
     ):
@@ -64,6 +66,7 @@ class Server:
             served: models of one architecture, such as one without and with adapters.
             batch: rows of each model's engine.
             max_tokens: most tokens of a prompt and its reply.
+            chunk: most tokens of prompts that are read between two tokens of a reply.
         """
         for option, value in ("batch", batch), ("max_tokens", max_tokens):
             if value < 1:
@@ -78,7 +81,7 @@ class Server:
         self.positions = min(max_tokens, *(each.model.config.max_position_embeddings for each in served))
         make = lambda each: Engine(
             each.model, batch=batch, max_tokens=self.positions, stops=each.tokenizer.eos, stride=STRIDE,
-            draft=each.draft,
+            draft=each.draft, chunk=chunk, prefixes=True,
         )  # fmt: skip
         self.metrics = Metrics()
         self.worker = Worker(served[0], make, self.metrics)

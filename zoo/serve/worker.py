@@ -80,18 +80,21 @@ class Worker(threading.Thread):
                 if not self._running or not self._inbox.empty():
                     self._inbox.get()()
                     continue
-                for engine in list(self._engines.values()):
-                    self._step(engine)
+                for served, engine in list(self._engines.items()):
+                    self._step(served, engine)
             except Exception as error:  # whatever fails, waiting clients must be told
                 logging.getLogger("uvicorn.error").exception("The engine failed.")
                 for _, deliver in self._running.values():
                     deliver(error)
                 self._running, self._engines = {}, {}
 
-    def _step(self, engine: Engine) -> None:
-        for completion, tokens in engine.step().items():
+    def _step(self, served: Served, engine: Engine) -> None:
+        found = engine.tokens_found
+        new = engine.step()
+        self._metrics.add("zoo_prompt_tokens_found_total", engine.tokens_found - found, model=served.name)
+        self._metrics.add("zoo_generated_tokens_total", sum(map(len, new.values())), model=served.name)
+        for completion, tokens in new.items():
             reply, deliver = self._running[completion]
-            self._metrics.add("zoo_generated_tokens_total", len(tokens), model=reply.ask.served.name)
             if np.isnan(completion.logprobs[len(completion.logprobs) - len(tokens) :]).any():
                 self._cancel([reply])
                 deliver(no_numbers())
