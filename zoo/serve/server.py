@@ -1,7 +1,6 @@
 """Answers requests over HTTP, whole or as server-sent events, in the forms of OpenAI's API reference."""
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -28,7 +27,7 @@ from zoo.serve.answers import Scores, choice, delta, event, message, usage
 from zoo.serve.fields import BODY, CHAT, COMPLETIONS, REPLIES, Field, Refusal, is_object, is_text, read
 from zoo.serve.metrics import Metrics
 from zoo.serve.prompts import Prompts
-from zoo.serve.reply import Ask, Reply
+from zoo.serve.reply import Ask, Gain, Reply
 from zoo.serve.served import Served
 from zoo.serve.worker import Worker
 from zoo.text.messages import Tools
@@ -139,18 +138,20 @@ class Server:
         echo, top = said.get("echo", False), said.get("logprobs")
         echoed = lambda reply: served.tokenizer.decode(reply.ask.prompt) if echo else ""
         if said.get("stream"):
+            if top is not None:
+                raise Refusal("logprobs of completions cannot be streamed.", "logprobs")
             shown = lambda text: {"text": text, "logprobs": None}
             openings = {reply: shown(echoed(reply)) for reply in replies if echo}
-            shows = lambda reply, piece: shown(piece.answer)
-            return self._stream(said, "cmpl", "text_completion", replies, openings, shows)
+            gained = lambda gain: shown(gain.parts.answer)
+            return self._stream(said, "cmpl", "text_completion", replies, openings, gained)
 
         await unless_gone(request, self._finish(replies))
         contents = []
         for reply in replies:
             logprobs = None
             if top is not None:
-                scores, start = await self._scores(reply), 0 if echo else len(reply.ask.prompt)
-                logprobs = await asyncio.to_thread(scores.completion, start, top)
+                start = 0 if echo else len(reply.ask.prompt)
+                logprobs = await self._scored(reply, Scores.completion, start, top)
             contents.append({"text": echoed(reply) + reply.text, "logprobs": logprobs})
         return self._whole("cmpl", "text_completion", replies, contents)
 
@@ -178,12 +179,13 @@ class Server:
         )  # fmt: skip
         replies = self._replies(said, ask, [prompt], "messages")
         if said.get("stream"):
+            if said.get("logprobs") and (said.get("top_logprobs") or not has_logprobs(ask.sampling)):
+                raise Refusal("logprobs are streamed without top_logprobs, at temperature 0 or 1.", "logprobs")
             openings = {reply: {"delta": {"role": "assistant", "content": ""}} for reply in replies}
-            given: collections.Counter[Reply] = collections.Counter()  # calls of each reply
 
-            def deltas(reply: Reply, piece: Piece) -> dict[str, Any]:
-                given[reply] += len(piece.calls)
-                return {"delta": delta(piece, given[reply] - len(piece.calls))}
+            def deltas(gain: Gain) -> dict[str, Any]:
+                scores = Scores.drawn(tokenizer, gain.tokens, gain.logprobs)
+                return {"delta": delta(gain)} | ({"logprobs": scores.chat(1, 0)} if said.get("logprobs") else {})
 
             return self._stream(said, "chatcmpl", "chat.completion.chunk", replies, openings, deltas)
 
@@ -192,7 +194,7 @@ class Server:
         for reply in replies:
             logprobs = None
             if said.get("logprobs"):
-                logprobs = await asyncio.to_thread((await self._scores(reply)).chat, len(prompt), top)
+                logprobs = await self._scored(reply, Scores.chat, len(prompt), top)
             contents.append({"message": message(reply.parts), "logprobs": logprobs})
         return self._whole("chatcmpl", "chat.completion", replies, contents)
 
@@ -278,8 +280,6 @@ class Server:
         if name not in self.served:
             message = f"There is no model {name!r} here, only {', '.join(map(repr, self.served))}."
             raise Refusal(message, "model", status=404, code="model_not_found")
-        if said.get("stream") and said.get("logprobs", False) is not False:
-            raise Refusal("logprobs cannot be streamed.", "logprobs")
         return said, self.served[name]
 
     def _sampling(self, said: dict[str, Any], served: Served, new: int) -> Sampling:
@@ -320,8 +320,8 @@ class Server:
         return replies
 
     async def _finish(self, replies: list[Reply]) -> None:
-        async with contextlib.aclosing(self.worker.write(replies)) as pieces:
-            async for _ in pieces:
+        async with contextlib.aclosing(self.worker.write(replies)) as gains:
+            async for _ in gains:
                 pass
 
     def _head(self, prefix: str, kind: str, reply: Reply) -> dict[str, Any]:
@@ -339,9 +339,9 @@ class Server:
         kind: str,
         replies: list[Reply],
         openings: dict[Reply, dict[str, Any]],
-        shown: Callable[[Reply, Piece], dict[str, Any]],
+        gained: Callable[[Gain], dict[str, Any]],
     ) -> Response:
-        """Streams server-sent events: the openings, then pieces of replies as they come, then the usage if asked."""
+        """Streams server-sent events: the openings, then what replies gain, as it comes, then the usage if asked."""
         counted = said.get("stream_options") == {"include_usage": True}
         head = self._head(prefix, kind, replies[0]) | ({"usage": None} if counted else {})
 
@@ -349,10 +349,10 @@ class Server:
             for reply, content in openings.items():
                 yield event(head | {"choices": [choice(reply, content, reply.finish)]})
             try:
-                async with contextlib.aclosing(self.worker.write(replies)) as pieces:
-                    async for reply, piece, finish in pieces:
-                        if piece != Piece() or finish:
-                            yield event(head | {"choices": [choice(reply, shown(reply, piece), finish)]})
+                async with contextlib.aclosing(self.worker.write(replies)) as gains:
+                    async for reply, gain, finish in gains:
+                        if gain.parts != Piece() or finish or said.get("logprobs"):
+                            yield event(head | {"choices": [choice(reply, gained(gain), finish)]})
             except Refusal as error:
                 yield event(error.body)
             except Exception as error:  # too late for another status
@@ -364,10 +364,25 @@ class Server:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def _scores(self, reply: Reply) -> Scores:
-        """Computes the log-probabilities of a reply's tokens and of its prompt's."""
-        tokens, served = reply.ask.prompt + reply.tokens, reply.ask.served
-        return Scores(served.tokenizer, tokens, *await self.worker.score(served, tokens))
+    async def _scored(
+        self, reply: Reply, form: Callable[[Scores, int, int], dict[str, Any]], start: int, top: int
+    ) -> dict[str, Any]:
+        """Returns log-probabilities from token `start` of prompt and reply on: the engine's, or those of a new pass.
+
+        The engine has those of drawn tokens alone.
+        """
+        served, prompt = reply.ask.served, reply.ask.prompt
+        if top == 0 and start == len(prompt) and has_logprobs(reply.ask.sampling):
+            scores = Scores.drawn(served.tokenizer, [*prompt[-1:], *reply.tokens], reply.logprobs)
+            return await asyncio.to_thread(form, scores, 1, 0)
+        tokens = prompt + reply.tokens
+        scores = Scores(served.tokenizer, tokens, *await self.worker.score(served, tokens))
+        return await asyncio.to_thread(form, scores, start, top)
+
+
+def has_logprobs(sampling: Sampling) -> bool:
+    """Whether the engine's log-probabilities are the model's own: those at another temperature are scaled by it."""
+    return sampling.temperature in (0, 1)
 
 
 def tools_of(said: dict[str, Any]) -> Tools:
