@@ -59,7 +59,7 @@ def test_chat_and_completions(client, model, tokenizer):
     asked |= {"stream": True, "stream_options": {"include_usage": True}}
     *pieces, last = client.chat.completions.create(messages=MESSAGES, **asked)
     assert "".join(piece.choices[0].delta.content for piece in pieces) == want and last.usage == answer.usage
-    assert [each.id for each in client.models.list()] == ["tiny"]
+    assert [each.id for each in client.models.list()] == [client.models.retrieve("tiny").id] == ["tiny"]
 
 
 def test_logprobs(client, model, tokenizer):

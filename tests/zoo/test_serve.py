@@ -159,6 +159,8 @@ def arrived(monkeypatch):
 def test_models(running):
     (model,) = json.loads(running.request("/v1/models")[1])["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", ROOM)
+    assert json.loads(running.request("/v1/models/tiny")[1]) == model
+    assert running.request("/v1/models/org/other")[0] == 404
 
 
 def test_health_metrics_and_page(model, tokenizer):

@@ -36,7 +36,7 @@ class Ask:
 
 @dataclasses.dataclass
 class Gain:
-    """What new tokens add to a reply: to its parts, after `calls` calls.
+    """The gain of a reply by new tokens: what its `parts` gain, after `calls` calls.
 
     `tokens` begin with the one before the new ones, which have `logprobs`.
     """

@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import hmac
 import pathlib
-import re
 import secrets
 import time
 import uuid
@@ -14,17 +12,18 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from zoo.generation.constraints import AbstractConstraint
 from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling
 from zoo.serve.answers import Scores, choice, delta, event, message, usage
 from zoo.serve.fields import BODY, CHAT, COMPLETIONS, REPLIES, Field, Refusal, is_object, is_text, read
+from zoo.serve.guard import Guard
 from zoo.serve.metrics import Metrics
 from zoo.serve.prompts import Prompts
 from zoo.serve.reply import Ask, Gain, Reply
@@ -36,7 +35,6 @@ from zoo.text.replies import Piece
 
 STRIDE = 4  # tokens of a step: with more the device waits less for the host, with fewer clients wait less
 PAGE = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-OPEN = ("/", "/health")  # paths that need no key: they tell nothing of the model
 
 
 class Server:
@@ -93,6 +91,7 @@ class Server:
         app = Starlette(
             routes=[
                 Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.model),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/", self.page),
@@ -103,14 +102,24 @@ class Server:
             lifespan=lifespan,
         )
 
-        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._guarded(app, scope, receive, send)
-
-        return guarded
+        return Guard(app, self.api_key, self.hosts, self.metrics)
 
     async def models(self, request: Request) -> Response:
-        about = {"object": "model", "created": 0, "owned_by": "zoo", "max_model_len": self.positions}
-        return JSONResponse({"object": "list", "data": [{"id": name} | about for name in self.served]})
+        return JSONResponse({"object": "list", "data": list(map(self._about, self.served))})
+
+    async def model(self, request: Request) -> Response:
+        return JSONResponse(self._about(self._named(request.path_params["name"]).name))
+
+    def _about(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "zoo", "max_model_len": self.positions}
+
+    def _named(self, name: str) -> Served:
+        if name not in self.served:
+            known = ", ".join(map(repr, self.served))
+            raise Refusal(
+                f"There is no model {name!r} here, only {known}.", "model", status=404, code="model_not_found"
+            )
+        return self.served[name]
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(PAGE, headers={"X-Frame-Options": "DENY"})
@@ -131,8 +140,7 @@ class Server:
         prompts = [said["prompt"]] if one else said["prompt"]
         if is_text(prompts[0]):
             prompts = await self._prompts.texts(served, prompts, "prompt", served.tokenizer.encode)
-        grammar = await self._grammar(said, served)
-        constraint = None if grammar is None else functools.partial(served.grammars.constraint, grammar)
+        constraint = await self._constraint(said, served, lambda grammar: served.grammars.constraint(grammar))
         ask = Ask(served, [], self._sampling(said, served, said.get("max_tokens", 16)), constraint=constraint)
         replies = self._replies(said, ask, prompts, "prompt")
         echo, top = said.get("echo", False), said.get("logprobs")
@@ -166,8 +174,9 @@ class Server:
                 raise Refusal("The model's chat template has no place for a reasoning_effort.", "reasoning_effort")
             options["reasoning_effort"] = effort
         prompt, images = await self._prompts.chat(served, said["messages"], options)
-        grammar = await self._grammar(said, served)
-        constraint = None if grammar is None else functools.partial(served.grammars.answer, grammar, prompt, tools)
+        constraint = await self._constraint(
+            said, served, lambda grammar: served.grammars.answer(grammar, prompt, tools)
+        )
         begun = self._begun(served, prompt, chosen)
         reader = functools.partial(tokenizer.reader, prompt, tools, begun)
         prompt = prompt + tokenizer.encode(begun, special=False)
@@ -207,59 +216,25 @@ class Server:
         except ValueError as error:
             raise Refusal(str(error), "tool_choice") from error
 
-    async def _grammar(self, said: dict[str, Any], served: Served) -> str | None:
-        """Compiles the grammar that replies must follow, in a thread; None without any."""
+    async def _constraint(
+        self, said: dict[str, Any], served: Served, make: Callable[[str], AbstractConstraint]
+    ) -> Callable[[], AbstractConstraint] | None:
+        """Compiles the grammar that replies must follow, in a thread, and lets `make` try it; None without any."""
         if (structure := structure_of(said)) is None:
             return None
         field, kind, value = structure
         if said.get("tool_choice", "auto") not in ("auto", "none"):
             raise Refusal(f"{field} is for answers, and tool_choice asks for a call.", field)
+
+        def compiled() -> Callable[[], AbstractConstraint]:
+            grammar = served.grammars.compile(kind, value)
+            make(grammar)
+            return functools.partial(make, grammar)
+
         try:
-            return await asyncio.to_thread(lambda: served.grammars.compile(kind, value))
+            return await asyncio.to_thread(compiled)
         except ValueError as error:
             raise Refusal(f"{field}: {error}", field) from error
-
-    async def _guarded(self, app: Starlette, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks the host name and the API key of a request before anything else reads the request, and counts it.
-
-        A response before the whole body has arrived closes the connection, which would wait for the rest without end.
-        """
-        if scope["type"] != "http":
-            return await app(scope, receive, send)
-        request, answer = Request(scope), app
-        known = request.url.path in [route.path for route in app.routes if isinstance(route, Route)]
-        arrived = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
-
-        async def received() -> Message:
-            nonlocal arrived
-            message = await receive()
-            arrived = arrived or (message["type"] == "http.request" and not message.get("more_body", False))
-            return message
-
-        async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                path = request.url.path if known else "other"
-                self.metrics.add("zoo_requests_total", path=path, status=str(message["status"]))
-                if not arrived:
-                    MutableHeaders(scope=message)["connection"] = "close"
-            await send(message)
-
-        try:
-            self._check(request)
-        except Refusal as error:
-            arrived = False  # so that the connection is closed
-            answer = await refused(request, error)
-        await answer(scope, received, sent)
-
-    def _check(self, request: Request) -> None:
-        host = re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]").lower()
-        if self.hosts is not None and host not in self.hosts:
-            raise Refusal(f"This server is not called {host!r}; if it is, start it with --hosts.", status=421)
-        given = request.headers.get("authorization", "").encode()
-        if request.url.path in OPEN or self.api_key is None:
-            return
-        if not hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
-            raise Refusal("The API key is missing or wrong.", status=401, code="invalid_api_key")
 
     async def _read(self, request: Request, fields: dict[str, Field], required: str) -> tuple[dict[str, Any], Served]:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -276,11 +251,7 @@ class Server:
             raise Refusal(f"The request did not arrive within {self.SECONDS:g} seconds.", status=408) from error
         large = len(body) > 2**16
         said = await asyncio.to_thread(read, body, fields, required) if large else read(body, fields, required)
-        name = said.get("model", next(iter(self.served)))
-        if name not in self.served:
-            message = f"There is no model {name!r} here, only {', '.join(map(repr, self.served))}."
-            raise Refusal(message, "model", status=404, code="model_not_found")
-        return said, self.served[name]
+        return said, self._named(said.get("model", next(iter(self.served))))
 
     def _sampling(self, said: dict[str, Any], served: Served, new: int) -> Sampling:
         """Returns the options with which a reply of up to `new` tokens is drawn, but for its seed."""
