@@ -153,7 +153,7 @@ def test_serve(model, source, monkeypatch):
         async def write(replies):
             for reply in replies:
                 for token in script:
-                    yield reply, reply.push([token]), reply.finish
+                    yield reply, reply.push([token], [0.0]), reply.finish
 
         monkeypatch.setattr(running.server.worker, "write", write)
         body = {"messages": MESSAGES, "max_tokens": 100, "n": 2}

@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import sys
 
+import numpy as np
 import pytest
 
 import zoo
@@ -58,7 +59,7 @@ def test_chat_and_completions(client, model, tokenizer):
     asked |= {"stream": True, "stream_options": {"include_usage": True}}
     *pieces, last = client.chat.completions.create(messages=MESSAGES, **asked)
     assert "".join(piece.choices[0].delta.content for piece in pieces) == want and last.usage == answer.usage
-    assert [each.id for each in client.models.list()] == ["tiny"]
+    assert [each.id for each in client.models.list()] == [client.models.retrieve("tiny").id] == ["tiny"]
 
 
 def test_logprobs(client, model, tokenizer):
@@ -74,6 +75,21 @@ def test_logprobs(client, model, tokenizer):
         assert each.bytes is None or bytes(each.bytes).decode() == each.token
         assert len(each.top_logprobs) == 3 and {top.token: top.logprob for top in each.top_logprobs} == tops
         assert each.top_logprobs[0].token == each.token  # the likeliest
+    # Without others, the numbers are the engine's, also in a stream, at temperatures that leave them as they are.
+    drawn = asked | {"temperature": 1, "seed": 3, "stop": "never"}
+    for options in asked, drawn:
+        ask = lambda more, options=options: client.chat.completions.create(
+            messages=MESSAGES, logprobs=True, **options, **more
+        )
+        (passed,), (engines,) = ask({"top_logprobs": 1}).choices, ask({}).choices
+        found = [(each.token, each.logprob) for each in engines.logprobs.content]
+        assert [token for token, _ in found] == [each.token for each in passed.logprobs.content]
+        np.testing.assert_allclose([n for _, n in found], [e.logprob for e in passed.logprobs.content], atol=1e-4)
+        pieces = [piece.choices[0].logprobs for piece in ask({"stream": True}) if piece.choices[0].logprobs]
+        assert [(each.token, each.logprob) for piece in pieces for each in piece.content] == found
+    with_end = client.completions.create(prompt=ids, logprobs=0, **asked).choices[0].logprobs
+    np.testing.assert_allclose(with_end.token_logprobs, of_text.logprobs.token_logprobs, atol=1e-4)
+    assert with_end.text_offset == of_text.logprobs.text_offset
 
 
 def test_biases(client, tokenizer):

@@ -159,6 +159,8 @@ def arrived(monkeypatch):
 def test_models(running):
     (model,) = json.loads(running.request("/v1/models")[1])["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", ROOM)
+    assert json.loads(running.request("/v1/models/tiny")[1]) == model
+    assert running.request("/v1/models/org/other")[0] == 404
 
 
 def test_health_metrics_and_page(model, tokenizer):
@@ -306,8 +308,9 @@ def written(tmp_path, model, tokenizer, monkeypatch):
                 running.prompt = tokenizer.decode(reply.ask.prompt)
                 ids = [*tokenizer.encode(running.text), *tokenizer.eos]
                 for start in range(0, len(ids), STRIDE):
-                    piece = reply.push(ids[start : start + STRIDE])
-                    yield reply, piece, reply.finish
+                    new = ids[start : start + STRIDE]
+                    gain = reply.push(new, [0.0] * len(new))
+                    yield reply, gain, reply.finish
                     if reply.finish:
                         break
 
@@ -600,6 +603,7 @@ def test_logits_that_are_no_numbers(model, tokenizer):
             assert got == status and "The model's logits are NaN" in answer and "[DONE]" not in answer
 
 
+STREAMED = {"messages": MESSAGES, "logprobs": True, "stream": True}
 REFUSED = [
     (COMPLETIONS, {"promt": "a"}, 400, "promt", "not supported"),
     (COMPLETIONS, {}, 400, "prompt", "is missing"),
@@ -630,7 +634,8 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "neither"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs", "neither"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens", "from 1 on"),
-    (CHAT, {"messages": MESSAGES, "logprobs": True, "stream": True}, 400, "logprobs", "cannot be streamed"),
+    (CHAT, STREAMED | {"top_logprobs": 1}, 400, "logprobs", "streamed without top_logprobs, at temperature 0 or 1"),
+    (CHAT, STREAMED | {"temperature": 0.5}, 400, "logprobs", "streamed without top_logprobs, at temperature 0 or 1"),
     (CHAT, {"messages": MESSAGES, "logprobs": 1}, 400, "logprobs", "true or false"),
     (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, 400, "reasoning_effort", "has no place"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 1}, 400, "top_logprobs", "needs logprobs"),

@@ -2,7 +2,7 @@
 
 - `fields.py` checks the fields of requests, and `prompts.py` encodes their texts, chats and images.
 - `served.py` has the models, and `worker.py` runs them in a thread of its own, where each `reply.py` is written.
-- `answers.py` has the forms of answers, and `server.py` gives them over HTTP.
+- `answers.py` has the forms of answers, `guard.py` lets requests in, and `server.py` answers them over HTTP.
 - `metrics.py` counts.
 - `listen.py` keeps connections, and ends them when the server stops.
 """

@@ -2,11 +2,12 @@
 
 import json
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from zoo.serve.reply import Reply
+from zoo.serve.reply import Gain, Reply
 from zoo.text.calls import Call
 from zoo.text.replies import Piece
 from zoo.text.tokenizer import Tokenizer
@@ -24,11 +25,12 @@ def message(parts: Piece) -> dict[str, Any]:
     return {"role": "assistant", "content": content} | reasoning | calls
 
 
-def delta(piece: Piece, before: int) -> dict[str, Any]:
-    """Returns the change of a chat's message by a piece of a reply that has made `before` calls."""
-    reasoning = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-    calls = [{"index": before + n} | called(call) for n, call in enumerate(piece.calls)]
-    return {"content": piece.answer} | reasoning | ({"tool_calls": calls} if calls else {})
+def delta(gain: Gain) -> dict[str, Any]:
+    """Returns the change of a chat's message by what a reply has gained."""
+    parts = gain.parts
+    reasoning = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
+    calls = [{"index": gain.calls + n} | called(call) for n, call in enumerate(parts.calls)]
+    return {"content": parts.answer} | reasoning | ({"tool_calls": calls} if calls else {})
 
 
 def called(call: Call) -> dict[str, Any]:
@@ -50,14 +52,20 @@ def event(value: dict[str, Any]) -> str:
 
 
 class Scores:
-    """The log-probabilities of tokens, from `Worker.score`, by OpenAI's names.
+    """The log-probabilities of tokens in OpenAI's forms.
 
-    Each token but the first has its own, and those of the likeliest tokens in its place.
+    Each token but the first has its own, and those of the likeliest tokens in its place, as from `Worker.score`.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: list[int], own: np.ndarray, ids: np.ndarray, values: np.ndarray):
         self._tokenizer, self._tokens = tokenizer, tokens
         self._own, self._ids, self._values = own, ids, values
+
+    @classmethod
+    def drawn(cls, tokenizer: Tokenizer, tokens: list[int], logprobs: Sequence[float]) -> "Scores":
+        """Makes those of drawn tokens, which follow the first, without others in their place."""
+        none = np.zeros((len(logprobs), 0), np.int32)
+        return cls(tokenizer, tokens, np.array(logprobs), none, none)
 
     def completion(self, start: int, top: int) -> dict[str, list[Any]]:
         """Returns the `logprobs` of a completion from token `start` on, with those of `top` others."""

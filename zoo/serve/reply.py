@@ -1,7 +1,7 @@
 """Replies while they are written: their tokens, their texts, and the parts of these."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 from zoo.generation.constraints import AbstractConstraint
@@ -34,12 +34,26 @@ class Ask:
     images: Images | None = None
 
 
+@dataclasses.dataclass
+class Gain:
+    """The gain of a reply by new tokens: what its `parts` gain, after `calls` calls.
+
+    `tokens` begin with the one before the new ones, which have `logprobs`.
+    """
+
+    parts: Piece
+    calls: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
 class Reply:
     """One of the continuations that a request asks for. `finish` is the reason why it ended, None before it ends."""
 
     def __init__(self, index: int, ask: Ask):
         self.index, self.ask = index, ask
         self.tokens: list[int] = []  # including the end token
+        self.logprobs: list[float] = []  # the engine's
         self.text = ""  # without end token and stop string
         self.parts = Piece()
         self.finish: Literal["stop", "length", "tool_calls"] | None = None if ask.sampling.max_new_tokens else "length"
@@ -47,20 +61,22 @@ class Reply:
         self._decoder, self._given = ask.served.tokenizer.stream(ask.prompt, special=ask.special), 0
         self._reader = None if ask.reader is None else ask.reader()
 
-    def push(self, tokens: Iterable[int]) -> Piece:
-        """Adds tokens until the reply ends, and returns what its parts gain: no text that may begin a stop string."""
-        for token in tokens:
+    def push(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Gain:
+        """Adds tokens until the reply ends, and returns what they add: no text that may begin a stop string."""
+        before, calls = len(self.tokens), len(self.parts.calls)
+        for token, logprob in zip(tokens, logprobs, strict=True):
             if not self.finish:
                 self._add(token)
+                self.logprobs.append(logprob)
         until = len(self.text) - (0 if self.finish else partial_stop_length(self.text, self.ask.stop))
         text, self._given = self.text[self._given : until], until
-        piece = Piece(answer=text) if self._reader is None else self._reader.push(text, end=bool(self.finish))
-        if piece.calls and not self.ask.parallel:
-            piece.calls, self.finish = piece.calls[:1], "stop"
-        self.parts += piece
+        parts = Piece(answer=text) if self._reader is None else self._reader.push(text, end=bool(self.finish))
+        if parts.calls and not self.ask.parallel:
+            parts.calls, self.finish = parts.calls[:1], "stop"
+        self.parts += parts
         if self.parts.calls and self.finish == "stop":
             self.finish = "tool_calls"
-        return piece
+        return Gain(parts, calls, [*self.ask.prompt[-1:], *self.tokens][before:], self.logprobs[before:])
 
     def _add(self, token: int) -> None:
         self.tokens.append(token)

@@ -1,13 +1,10 @@
 """Answers requests over HTTP, whole or as server-sent events, in the forms of OpenAI's API reference."""
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import functools
-import hmac
 import pathlib
-import re
 import secrets
 import time
 import uuid
@@ -15,21 +12,22 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from zoo.generation.constraints import AbstractConstraint
 from zoo.generation.decoding import CHUNK
 from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling
 from zoo.serve.answers import Scores, choice, delta, event, message, usage
 from zoo.serve.fields import BODY, CHAT, COMPLETIONS, REPLIES, Field, Refusal, is_object, is_text, read
+from zoo.serve.guard import Guard
 from zoo.serve.metrics import Metrics
 from zoo.serve.prompts import Prompts
-from zoo.serve.reply import Ask, Reply
+from zoo.serve.reply import Ask, Gain, Reply
 from zoo.serve.served import Served
 from zoo.serve.worker import Worker
 from zoo.text.messages import Tools
@@ -38,7 +36,6 @@ from zoo.text.replies import Piece
 
 STRIDE = 4  # tokens of a step: with more the device waits less for the host, with fewer clients wait less
 PAGE = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-OPEN = ("/", "/health")  # paths that need no key: they tell nothing of the model
 
 
 class Server:
@@ -97,6 +94,7 @@ class Server:
         app = Starlette(
             routes=[
                 Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.model),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/", self.page),
@@ -107,14 +105,24 @@ class Server:
             lifespan=lifespan,
         )
 
-        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._guarded(app, scope, receive, send)
-
-        return guarded
+        return Guard(app, self.api_key, self.hosts, self.metrics)
 
     async def models(self, request: Request) -> Response:
-        about = {"object": "model", "created": 0, "owned_by": "zoo", "max_model_len": self.positions}
-        return JSONResponse({"object": "list", "data": [{"id": name} | about for name in self.served]})
+        return JSONResponse({"object": "list", "data": list(map(self._about, self.served))})
+
+    async def model(self, request: Request) -> Response:
+        return JSONResponse(self._about(self._named(request.path_params["name"]).name))
+
+    def _about(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "zoo", "max_model_len": self.positions}
+
+    def _named(self, name: str) -> Served:
+        if name not in self.served:
+            known = ", ".join(map(repr, self.served))
+            raise Refusal(
+                f"There is no model {name!r} here, only {known}.", "model", status=404, code="model_not_found"
+            )
+        return self.served[name]
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(PAGE, headers={"X-Frame-Options": "DENY"})
@@ -135,25 +143,26 @@ class Server:
         prompts = [said["prompt"]] if one else said["prompt"]
         if is_text(prompts[0]):
             prompts = await self._prompts.texts(served, prompts, "prompt", served.tokenizer.encode)
-        grammar = await self._grammar(said, served)
-        constraint = None if grammar is None else functools.partial(served.grammars.constraint, grammar)
+        constraint = await self._constraint(said, served, lambda grammar: served.grammars.constraint(grammar))
         ask = Ask(served, [], self._sampling(said, served, said.get("max_tokens", 16)), constraint=constraint)
         replies = self._replies(said, ask, prompts, "prompt")
         echo, top = said.get("echo", False), said.get("logprobs")
         echoed = lambda reply: served.tokenizer.decode(reply.ask.prompt) if echo else ""
         if said.get("stream"):
+            if top is not None:
+                raise Refusal("logprobs of completions cannot be streamed.", "logprobs")
             shown = lambda text: {"text": text, "logprobs": None}
             openings = {reply: shown(echoed(reply)) for reply in replies if echo}
-            shows = lambda reply, piece: shown(piece.answer)
-            return self._stream(said, "cmpl", "text_completion", replies, openings, shows)
+            gained = lambda gain: shown(gain.parts.answer)
+            return self._stream(said, "cmpl", "text_completion", replies, openings, gained)
 
         await unless_gone(request, self._finish(replies))
         contents = []
         for reply in replies:
             logprobs = None
             if top is not None:
-                scores, start = await self._scores(reply), 0 if echo else len(reply.ask.prompt)
-                logprobs = await asyncio.to_thread(scores.completion, start, top)
+                start = 0 if echo else len(reply.ask.prompt)
+                logprobs = await self._scored(reply, Scores.completion, start, top)
             contents.append({"text": echoed(reply) + reply.text, "logprobs": logprobs})
         return self._whole("cmpl", "text_completion", replies, contents)
 
@@ -168,8 +177,9 @@ class Server:
                 raise Refusal("The model's chat template has no place for a reasoning_effort.", "reasoning_effort")
             options["reasoning_effort"] = effort
         prompt, images = await self._prompts.chat(served, said["messages"], options)
-        grammar = await self._grammar(said, served)
-        constraint = None if grammar is None else functools.partial(served.grammars.answer, grammar, prompt, tools)
+        constraint = await self._constraint(
+            said, served, lambda grammar: served.grammars.answer(grammar, prompt, tools)
+        )
         begun = self._begun(served, prompt, chosen)
         reader = functools.partial(tokenizer.reader, prompt, tools, begun)
         prompt = prompt + tokenizer.encode(begun, special=False)
@@ -181,12 +191,13 @@ class Server:
         )  # fmt: skip
         replies = self._replies(said, ask, [prompt], "messages")
         if said.get("stream"):
+            if said.get("logprobs") and (said.get("top_logprobs") or not has_logprobs(ask.sampling)):
+                raise Refusal("logprobs are streamed without top_logprobs, at temperature 0 or 1.", "logprobs")
             openings = {reply: {"delta": {"role": "assistant", "content": ""}} for reply in replies}
-            given: collections.Counter[Reply] = collections.Counter()  # calls of each reply
 
-            def deltas(reply: Reply, piece: Piece) -> dict[str, Any]:
-                given[reply] += len(piece.calls)
-                return {"delta": delta(piece, given[reply] - len(piece.calls))}
+            def deltas(gain: Gain) -> dict[str, Any]:
+                scores = Scores.drawn(tokenizer, gain.tokens, gain.logprobs)
+                return {"delta": delta(gain)} | ({"logprobs": scores.chat(1, 0)} if said.get("logprobs") else {})
 
             return self._stream(said, "chatcmpl", "chat.completion.chunk", replies, openings, deltas)
 
@@ -195,7 +206,7 @@ class Server:
         for reply in replies:
             logprobs = None
             if said.get("logprobs"):
-                logprobs = await asyncio.to_thread((await self._scores(reply)).chat, len(prompt), top)
+                logprobs = await self._scored(reply, Scores.chat, len(prompt), top)
             contents.append({"message": message(reply.parts), "logprobs": logprobs})
         return self._whole("chatcmpl", "chat.completion", replies, contents)
 
@@ -208,59 +219,25 @@ class Server:
         except ValueError as error:
             raise Refusal(str(error), "tool_choice") from error
 
-    async def _grammar(self, said: dict[str, Any], served: Served) -> str | None:
-        """Compiles the grammar that replies must follow, in a thread; None without any."""
+    async def _constraint(
+        self, said: dict[str, Any], served: Served, make: Callable[[str], AbstractConstraint]
+    ) -> Callable[[], AbstractConstraint] | None:
+        """Compiles the grammar that replies must follow, in a thread, and lets `make` try it; None without any."""
         if (structure := structure_of(said)) is None:
             return None
         field, kind, value = structure
         if said.get("tool_choice", "auto") not in ("auto", "none"):
             raise Refusal(f"{field} is for answers, and tool_choice asks for a call.", field)
+
+        def compiled() -> Callable[[], AbstractConstraint]:
+            grammar = served.grammars.compile(kind, value)
+            make(grammar)
+            return functools.partial(make, grammar)
+
         try:
-            return await asyncio.to_thread(lambda: served.grammars.compile(kind, value))
+            return await asyncio.to_thread(compiled)
         except ValueError as error:
             raise Refusal(f"{field}: {error}", field) from error
-
-    async def _guarded(self, app: Starlette, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks the host name and the API key of a request before anything else reads the request, and counts it.
-
-        A response before the whole body has arrived closes the connection, which would wait for the rest without end.
-        """
-        if scope["type"] != "http":
-            return await app(scope, receive, send)
-        request, answer = Request(scope), app
-        known = request.url.path in [route.path for route in app.routes if isinstance(route, Route)]
-        arrived = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
-
-        async def received() -> Message:
-            nonlocal arrived
-            message = await receive()
-            arrived = arrived or (message["type"] == "http.request" and not message.get("more_body", False))
-            return message
-
-        async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                path = request.url.path if known else "other"
-                self.metrics.add("zoo_requests_total", path=path, status=str(message["status"]))
-                if not arrived:
-                    MutableHeaders(scope=message)["connection"] = "close"
-            await send(message)
-
-        try:
-            self._check(request)
-        except Refusal as error:
-            arrived = False  # so that the connection is closed
-            answer = await refused(request, error)
-        await answer(scope, received, sent)
-
-    def _check(self, request: Request) -> None:
-        host = re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]").lower()
-        if self.hosts is not None and host not in self.hosts:
-            raise Refusal(f"This server is not called {host!r}; if it is, start it with --hosts.", status=421)
-        given = request.headers.get("authorization", "").encode()
-        if request.url.path in OPEN or self.api_key is None:
-            return
-        if not hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
-            raise Refusal("The API key is missing or wrong.", status=401, code="invalid_api_key")
 
     async def _read(self, request: Request, fields: dict[str, Field], required: str) -> tuple[dict[str, Any], Served]:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -277,13 +254,7 @@ class Server:
             raise Refusal(f"The request did not arrive within {self.SECONDS:g} seconds.", status=408) from error
         large = len(body) > 2**16
         said = await asyncio.to_thread(read, body, fields, required) if large else read(body, fields, required)
-        name = said.get("model", next(iter(self.served)))
-        if name not in self.served:
-            message = f"There is no model {name!r} here, only {', '.join(map(repr, self.served))}."
-            raise Refusal(message, "model", status=404, code="model_not_found")
-        if said.get("stream") and said.get("logprobs", False) is not False:
-            raise Refusal("logprobs cannot be streamed.", "logprobs")
-        return said, self.served[name]
+        return said, self._named(said.get("model", next(iter(self.served))))
 
     def _sampling(self, said: dict[str, Any], served: Served, new: int) -> Sampling:
         """Returns the options with which a reply of up to `new` tokens is drawn, but for its seed."""
@@ -323,8 +294,8 @@ class Server:
         return replies
 
     async def _finish(self, replies: list[Reply]) -> None:
-        async with contextlib.aclosing(self.worker.write(replies)) as pieces:
-            async for _ in pieces:
+        async with contextlib.aclosing(self.worker.write(replies)) as gains:
+            async for _ in gains:
                 pass
 
     def _head(self, prefix: str, kind: str, reply: Reply) -> dict[str, Any]:
@@ -342,9 +313,9 @@ class Server:
         kind: str,
         replies: list[Reply],
         openings: dict[Reply, dict[str, Any]],
-        shown: Callable[[Reply, Piece], dict[str, Any]],
+        gained: Callable[[Gain], dict[str, Any]],
     ) -> Response:
-        """Streams server-sent events: the openings, then pieces of replies as they come, then the usage if asked."""
+        """Streams server-sent events: the openings, then what replies gain, as it comes, then the usage if asked."""
         counted = said.get("stream_options") == {"include_usage": True}
         head = self._head(prefix, kind, replies[0]) | ({"usage": None} if counted else {})
 
@@ -352,10 +323,10 @@ class Server:
             for reply, content in openings.items():
                 yield event(head | {"choices": [choice(reply, content, reply.finish)]})
             try:
-                async with contextlib.aclosing(self.worker.write(replies)) as pieces:
-                    async for reply, piece, finish in pieces:
-                        if piece != Piece() or finish:
-                            yield event(head | {"choices": [choice(reply, shown(reply, piece), finish)]})
+                async with contextlib.aclosing(self.worker.write(replies)) as gains:
+                    async for reply, gain, finish in gains:
+                        if gain.parts != Piece() or finish or said.get("logprobs"):
+                            yield event(head | {"choices": [choice(reply, gained(gain), finish)]})
             except Refusal as error:
                 yield event(error.body)
             except Exception as error:  # too late for another status
@@ -367,10 +338,25 @@ class Server:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def _scores(self, reply: Reply) -> Scores:
-        """Computes the log-probabilities of a reply's tokens and of its prompt's."""
-        tokens, served = reply.ask.prompt + reply.tokens, reply.ask.served
-        return Scores(served.tokenizer, tokens, *await self.worker.score(served, tokens))
+    async def _scored(
+        self, reply: Reply, form: Callable[[Scores, int, int], dict[str, Any]], start: int, top: int
+    ) -> dict[str, Any]:
+        """Returns log-probabilities from token `start` of prompt and reply on: the engine's, or those of a new pass.
+
+        The engine has those of drawn tokens alone.
+        """
+        served, prompt = reply.ask.served, reply.ask.prompt
+        if top == 0 and start == len(prompt) and has_logprobs(reply.ask.sampling):
+            scores = Scores.drawn(served.tokenizer, [*prompt[-1:], *reply.tokens], reply.logprobs)
+            return await asyncio.to_thread(form, scores, 1, 0)
+        tokens = prompt + reply.tokens
+        scores = Scores(served.tokenizer, tokens, *await self.worker.score(served, tokens))
+        return await asyncio.to_thread(form, scores, start, top)
+
+
+def has_logprobs(sampling: Sampling) -> bool:
+    """Whether the engine's log-probabilities are the model's own: those at another temperature are scaled by it."""
+    return sampling.temperature in (0, 1)
 
 
 def tools_of(said: dict[str, Any]) -> Tools:

@@ -22,9 +22,8 @@ from zoo.generation.engine import Completion, Engine, bucket
 from zoo.nn.model import AbstractModel
 from zoo.serve.fields import TOP, Refusal
 from zoo.serve.metrics import Metrics
-from zoo.serve.reply import Reply
+from zoo.serve.reply import Gain, Reply
 from zoo.serve.served import Served
-from zoo.text.replies import Piece
 
 
 @eqx.filter_jit
@@ -95,15 +94,16 @@ class Worker(threading.Thread):
         self._metrics.add("zoo_generated_tokens_total", sum(map(len, new.values())), model=served.name)
         for completion, tokens in new.items():
             reply, deliver = self._running[completion]
-            if np.isnan(completion.logprobs[len(completion.logprobs) - len(tokens) :]).any():
+            logprobs = completion.logprobs[len(completion.logprobs) - len(tokens) :]
+            if np.isnan(logprobs).any():
                 self._cancel([reply])
                 deliver(no_numbers())
                 continue
-            piece = reply.push(tokens)
+            gain = reply.push(tokens, logprobs)
             if completion.ended and reply.constraint is not None and not reply.constraint.complete:
                 deliver(Refusal("The grammar got too complex for this reply, and ended it.", status=500))
             else:
-                deliver((reply, piece, reply.finish))
+                deliver((reply, gain, reply.finish))
             if reply.finish:
                 self._cancel([reply])
 
@@ -127,8 +127,8 @@ class Worker(threading.Thread):
         self._inbox.put(functools.partial(setattr, self, "_open", False))
         self.join()
 
-    async def write(self, replies: Sequence[Reply]) -> AsyncGenerator[tuple[Reply, Piece, str | None], None]:
-        """Yields (reply, piece, finish) as text comes; `finish` is None before the last piece. Closing frees rows."""
+    async def write(self, replies: Sequence[Reply]) -> AsyncGenerator[tuple[Reply, Gain, str | None], None]:
+        """Yields (reply, gain, finish) as tokens come; `finish` is None before the last. Closing frees rows."""
         events: asyncio.Queue[Any] = asyncio.Queue()
         deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
         left = [reply for reply in replies if not reply.finish]
