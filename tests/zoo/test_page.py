@@ -4,7 +4,7 @@ import pytest
 
 import zoo
 from tests.zoo.browser import COMMAND, Browser
-from tests.zoo.test_serve import MESSAGES, NEW, ROOM, Running, greedy
+from tests.zoo.test_serve import CHAT, MESSAGES, NEW, ROOM, Running, greedy
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMMAND is None, reason="no Chromium in the PATH")]
@@ -58,3 +58,19 @@ def test_key(tmp_path, model):
         browser.wait('!$("lock").hidden')
         browser.run('$("key").value = "sesame"; $("key").dispatchEvent(new Event("change"))')
         browser.wait('$("lock").hidden && document.querySelectorAll("#model option").length')
+
+
+def test_image(untyped, load_vision, vision_folders, tmp_path):
+    """An image goes to a model that takes it, and its reply comes as to any client."""
+    model, tokenizer = load_vision("gemma3-pattern"), zoo.tokenizer(vision_folders["gemma3-pattern"])
+    with Running(model, tokenizer) as running, Browser(tmp_path) as browser:
+        browser.open(f"http://127.0.0.1:{running.port}/")
+        browser.wait('document.querySelectorAll("#model option").length')
+        browser.run(IMAGE)
+        browser.wait("images.length == 1")
+        browser.run(f'$("temperature").value = 0; $("tokens").value = 4; $("text").value = "what is it"; {SEND}')
+        browser.wait("running === null && messages.length == 2")
+        asked, reply = browser.run("messages")
+        assert [part["type"] for part in asked["content"]] == ["image_url", "text"]
+        answer = running.ask(CHAT, messages=[asked], max_tokens=4, temperature=0)
+        assert reply["content"] == answer["choices"][0]["message"]["content"] != ""

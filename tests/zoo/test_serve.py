@@ -917,6 +917,50 @@ def test_lm_eval(running, model, tokenizer, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_thousand_mixed_requests(model, tokenizer):
+    """Each reply is as alone, whoever else asks, leaves, or has a grammar; in the end all rows are free."""
+    pytest.importorskip("llguidance")
+    random, lengths = np.random.default_rng(0), (4, 9, NEW)
+    prompts = [*(PROMPT[:n] for n in (5, 9, 14, 20)), "import os\n" * 9]
+    want = {(prompt, new): greedy(model, tokenizer, prompt, new) for prompt in prompts for new in lengths}
+    body = lambda prompt, new, **more: {"prompt": prompt, "max_tokens": int(new), "temperature": 0} | more
+
+    def whole(prompt, new):
+        texts = [choice["text"] for choice in running.ask(COMPLETIONS, **body(prompt, new, n=2))["choices"]]
+        assert texts == [want[prompt, new]] * 2
+
+    def streamed(prompt, new):
+        events = running.events(COMPLETIONS, **body(prompt, new))
+        assert "".join(event["choices"][0]["text"] for event in events) == want[prompt, new]
+
+    def structured(prompt, _):
+        answer = running.ask(COMPLETIONS, **body(prompt, 60, structured_outputs={"regex": "[a-c]{2,5}!"}))
+        assert re.fullmatch("[a-c]{2,5}!", answer["choices"][0]["text"])
+
+    def leaves(prompt, new):
+        sent = json.dumps(body(prompt, 200, stream=bool(new % 2), n=2))
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
+            connection.sendall(f"{head}Content-Length: {len(sent)}\r\n\r\n{sent}".encode())
+            if new % 2:
+                connection.recv(int(new) * 50)
+
+    with Running(model, tokenizer, max_tokens=512) as running:
+        kinds = random.choice([whole, streamed, structured, leaves], 1000, p=[0.3, 0.3, 0.1, 0.3])
+        asked = zip(kinds, random.choice(prompts, 1000), random.choice(lengths, 1000), strict=True)
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            for done in [pool.submit(kind, str(prompt), new) for kind, prompt, new in asked]:
+                done.result()
+        for _ in range(200):  # until the last ones are known to have left
+            whole(prompts[0], 4)
+            if running.server.worker.replies() == (0, 0):
+                break
+        assert running.server.worker.replies() == (0, 0)
+        (engine,) = running.server.worker._engines.values()
+        assert engine.idle
+
+
+@pytest.mark.slow
 def test_on_a_mesh(model, tokenizer):
     placed = zoo.load("tiny", dtype="float32", mesh=make_mesh("fsdp=2,tensor=2", jax.devices()[:4]))
     with Running(placed, tokenizer, max_tokens=ROOM) as running:

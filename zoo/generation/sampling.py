@@ -221,10 +221,13 @@ def settings(
 def _biases(
     rows: Sequence[Mapping[int, float]],
 ) -> tuple[Int[np.ndarray, "batch biases"] | None, Float[np.ndarray, "batch biases"] | None]:
-    """Returns the tokens and biases of each row, padded by zeros to a power of two; None if there are none."""
+    """Returns the tokens and biases of each row, padded by zeros to a power of 32; None if there are none."""
     if not (most := max(map(len, rows))):
         return None, None
-    biased = np.zeros((len(rows), 1 << (most - 1).bit_length()), np.int32)
+    width = 32  # few sizes, so that little is compiled
+    while width < most:
+        width *= 32
+    biased = np.zeros((len(rows), width), np.int32)
     bias = np.zeros(biased.shape, np.float32)
     for n, row in enumerate(rows):
         biased[n, : len(row)], bias[n, : len(row)] = list(row), list(row.values())
