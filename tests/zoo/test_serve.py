@@ -918,7 +918,7 @@ def test_lm_eval(running, model, tokenizer, tmp_path):
 
 @pytest.mark.slow
 def test_a_thousand_mixed_requests(model, tokenizer):
-    """Each reply is as alone, whoever else asks, leaves, or has a grammar; in the end all rows are free."""
+    """Each reply is as alone, whoever else asks, leaves, or has a grammar; in the end all rows and pages are free."""
     pytest.importorskip("llguidance")
     random, lengths = np.random.default_rng(0), (4, 9, NEW)
     prompts = [*(PROMPT[:n] for n in (5, 9, 14, 20)), "import os\n" * 9]
@@ -945,7 +945,7 @@ def test_a_thousand_mixed_requests(model, tokenizer):
             if new % 2:
                 connection.recv(int(new) * 50)
 
-    with Running(model, tokenizer, max_tokens=512) as running:
+    with Running(model, tokenizer, max_tokens=512, chunk=16) as running:
         kinds = random.choice([whole, streamed, structured, leaves], 1000, p=[0.3, 0.3, 0.1, 0.3])
         asked = zip(kinds, random.choice(prompts, 1000), random.choice(lengths, 1000), strict=True)
         with concurrent.futures.ThreadPoolExecutor(12) as pool:
@@ -958,6 +958,9 @@ def test_a_thousand_mixed_requests(model, tokenizer):
         assert running.server.worker.replies() == (0, 0)
         (engine,) = running.server.worker._engines.values()
         assert engine.idle
+        while engine._prefixes.evict():
+            pass
+        assert engine._pool.free.tolist() == engine._pool.counts
 
 
 @pytest.mark.slow
