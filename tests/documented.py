@@ -55,6 +55,7 @@ ELSEWHERE = {
     "python3 -m venv": "CI runs it where it is the first",
     "pip install": "CI installs what is needed",
     "lm_eval": "tests/zoo/test_serve.py runs it where it is installed",
+    "python -m zoo evaluate": "tests/zoo/test_evaluation.py evaluates where lm-eval is installed",
     "pytest": "CI runs all of them",
     "python -m tests.": "these write what lies in the repository",
     "python -m train.sft --eval-tasks my_tasks/": "tests/train/test_tasks.py runs it where lm-eval is installed",

@@ -67,6 +67,7 @@ for _name in ("kernels", "convert"):  # not train: zoo does not import it
     _import_own(_name)
 
 from zoo import lora
+from zoo.evaluation import evaluate
 from zoo.generation.engine import Completion, Engine, complete
 from zoo.generation.generate import generate, stream
 from zoo.generation.sampling import Sampling
@@ -125,6 +126,7 @@ __all__ = [
     "Sampling",
     "complete",
     "config",
+    "evaluate",
     "fingerprint",
     "generate",
     "inspect",
