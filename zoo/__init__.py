@@ -114,6 +114,7 @@ from zoo.models import (
     smollm3,
 )
 from zoo.registry import register
+from zoo.retrieval import embed, rank
 from zoo.source import names
 from zoo.weights import peft
 
@@ -126,6 +127,7 @@ __all__ = [
     "Sampling",
     "complete",
     "config",
+    "embed",
     "evaluate",
     "fingerprint",
     "generate",
@@ -135,6 +137,7 @@ __all__ = [
     "make_mesh",
     "names",
     "peft",
+    "rank",
     "register",
     "save",
     "stream",
