@@ -40,6 +40,7 @@ SMALL = {
     "train.sft": f"{SHORT} --batch 4",
     "train.pretrain": f"{SHORT} --batch 4",
     "train.dpo": f"{SHORT} --batch 4",
+    "train.reward": f"{SHORT} --batch 4",
     "train.distill": f"{SHORT} --batch 4",
     "train.grpo": "--seq-len 128 --steps 1 --prompts 2 --group 2 --rollout-batch 4 --max-new-tokens 4",
     "train.prepare": "--seq-len 128 --workers 1",
@@ -62,7 +63,7 @@ ELSEWHERE = {
     "python -m train.sft --tracker": "tests/train/test_watch.py runs it, with packages that stand in for the trackers'",
     "python -m train.plan": "it needs the compilers' wheels; tests/train/test_plan.py",
 }
-LONG = ("python -m train.sft", "python -m train.dpo")  # transcripts of these take minutes
+LONG = ("python -m train.sft", "python -m train.dpo", "python -m train.reward")  # transcripts of these take minutes
 LAUNCHERS = ("gcloud", "xpk", "srun", "n=0; for host in", "for n in")
 
 

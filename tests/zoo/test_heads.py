@@ -226,9 +226,10 @@ def test_embeddings(embedders, kind):
 
 def test_an_encoder_does_not_generate(embedders):
     model = zoo.load(embedders["mean"], head="embedding")
-    cache = model.init_cache(1, 8, jnp.float32)
+    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    decode = lambda model, at: model.decode(at, model.init_cache(1, 8, jnp.float32), positions=at)
     with pytest.raises(ValueError, match="An encoder sees later tokens, and has no cache"):
-        model.hidden(jnp.zeros((1, 4), jnp.int32), cache, positions=jnp.arange(4)[None])
+        eqx.filter_eval_shape(decode, model, tokens)
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -280,20 +281,28 @@ def test_results_are_those_of_the_last_token(classifier):
     """Results are of the rightmost token that is no padding, by segments or by its id, in rows alone and packed."""
     model = zoo.load(classifier, head="classification")
     tokens = np.maximum(tiny.TOKENS, 1)
-    x, _, _ = model.hidden(jnp.asarray(tokens))
+    ids = np.stack([np.pad(tokens[0, :30], (0, 10)), tokens[1]])  # padded by the id 0
+    x = features(model, jnp.asarray(ids), jnp.asarray(np.ones_like(ids)))
     want = np.einsum("be,oe->bo", np.stack([x[0, 29], x[1, 39]]), model.head.score.weight)
-    padded = tokens.copy()
-    padded[0, 30:] = 0
-    np.testing.assert_allclose(model(jnp.asarray(padded)), want, atol=1e-5)
+    np.testing.assert_allclose(forward(model, jnp.asarray(ids), jnp.asarray(np.ones_like(ids))), want, atol=1e-5)
     segments = np.ones_like(tokens)
     segments[0, 30:] = 0
     np.testing.assert_allclose(forward(model, jnp.asarray(tokens), jnp.asarray(segments)), want, atol=1e-5)
-    row = np.concatenate([tokens[0, :30], tokens[1], np.zeros(10, np.int32)])[None]
-    segments = np.repeat([1, 2, 0], [30, 40, 10])[None]
-    row, segments = jnp.asarray(row), jnp.asarray(segments)
-    x, _, _ = model.hidden(row, segments=segments)
-    packed = model.head(x, model.head.members(row, segments, 3))
-    np.testing.assert_allclose(packed[0, :2], want, atol=1e-5)
+    rows = np.stack([np.concatenate([tokens[0, :30], tokens[1, :10]]), tokens[1]])
+    numbers = jnp.asarray(np.stack([np.repeat([1, 2], [30, 10]), np.ones(40, int)]), jnp.int32)
+    found = per_text(model, jnp.asarray(rows), numbers)
+    np.testing.assert_allclose(found[0, 0], want[0], atol=1e-5)
+    np.testing.assert_allclose(found[1, 0], want[1], atol=1e-5)
+    np.testing.assert_allclose(found[0, 1], model.head.score.weight @ x[1, 9], atol=1e-5)
+
+
+features = eqx.filter_jit(lambda model, tokens, segments: model.hidden(tokens, segments=segments)[0])
+
+
+@eqx.filter_jit
+def per_text(model, tokens, segments):
+    x, _, _ = model.hidden(tokens, segments=segments)
+    return model.head(x, model.head.members(tokens, segments, 3))
 
 
 def test_pooling():
