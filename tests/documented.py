@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import io
+import json
 import os
 import pathlib
 import re
@@ -41,6 +42,7 @@ SMALL = {
     "train.pretrain": f"{SHORT} --batch 4",
     "train.dpo": f"{SHORT} --batch 4",
     "train.reward": f"{SHORT} --batch 4",
+    "train.classify": f"{SHORT} --batch 4",
     "train.distill": f"{SHORT} --batch 4",
     "train.grpo": "--seq-len 128 --steps 1 --prompts 2 --group 2 --rollout-batch 4 --max-new-tokens 4",
     "train.prepare": "--seq-len 128 --workers 1",
@@ -86,6 +88,8 @@ def write_data() -> None:
         pathlib.Path(name).write_text("".join(chats))
     pathlib.Path("corpus/text.txt").write_text((ROOT / "README.md").read_text())
     pathlib.Path("pairs.jsonl").write_text("".join(pairs))
+    labels = [{"text": "a clean room", "label": "good"}, {"text": "a dirty room", "label": "bad"}]
+    pathlib.Path("labels.jsonl").write_text("".join(json.dumps(each) + "\n" for each in labels * 30))
     pathlib.Path("math.jsonl").write_text('{"prompt": "1 + 1 = ", "answer": "2"}\n' * 4)
     pathlib.Path("rewards.py").write_text(
         "polite = lambda text, record: float('please' in text)\nbrief = lambda text, record: -len(text)\n"

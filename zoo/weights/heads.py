@@ -64,7 +64,7 @@ def read(
     if "score.weight" not in rest:
         raise ValueError(
             f"{folder} has no score.weight, so it is no {CLASSIFIER}: zoo.surgery.with_head puts a new head on a "
-            "language model, and train.reward trains one."
+            "language model, and train.reward and train.classify train them."
         )
     rows = rest["score.weight"].shape[0]
     labels = {"id2label": hub.get("id2label") or {str(n): f"LABEL_{n}" for n in range(rows)}}
