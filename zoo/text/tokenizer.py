@@ -52,6 +52,8 @@ class Tokenizer:
     - `eos`: the ids that end a generation. They are generation_config.json's, else config.json's, else the tokenizer's
       own, and also the one with which the chat template ends an assistant's turn, which base models' files leave out.
     - `repetition_penalty`: generation_config.json's, which transformers applies by default; 1 without one.
+    - `prompts`: texts to put before others, by name, such as "query": config_sentence_transformers.json's.
+    - `max_length`: the most tokens of a text to embed, by sentence_bert_config.json; None without one.
     - `channels`: whether replies have channels, as gpt-oss's and Muse's do (`zoo.text.harmony`).
     - `chat_template`: a jinja template, or None.
     - `processor`: prepares the images of chats for training, or None (`zoo.tokenizer`).
@@ -102,6 +104,10 @@ class Tokenizer:
         self.bos = self._id("bos_token")
         self.pad = self._id("pad_token")
         self.repetition_penalty = self._repetition_penalty()
+        self.prompts: dict[str, str] = (
+            _read_json(self.folder / "config_sentence_transformers.json").get("prompts") or {}
+        )
+        self.max_length: int | None = _read_json(self.folder / "sentence_bert_config.json").get("max_seq_length")
 
         self._own_template = chat_template_of(self.folder)
         self.chat_template = self._own_template if chat_template is None else chat_template
@@ -173,12 +179,19 @@ class Tokenizer:
             raise ValueError(f"{file} has the repetition_penalty {penalty!r}, which must be a number above 0; mend it.")
         return float(penalty)
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
         """Encode a text as ids. `special` adds the tokens that tokenizer.json puts around a text, such as bos.
+
+        Of a text with more than `most` ids, the last ones are left out, but those around it stay.
 
         Raises ValueError for half of a surrogate pair, which no tokenizer can encode.
         """
-        return _encoding(self._tokenizer, text, special).ids
+        if most is None:
+            return _encoding(self._tokenizer, text, special).ids
+        encoding = _encoding(self._tokenizer, text, False)
+        around = self._tokenizer.num_special_tokens_to_add(False) if special else 0
+        encoding.truncate(max(most - around, 0))
+        return self._tokenizer.post_process(encoding, add_special_tokens=special).ids
 
     def encode_spans(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool = True
