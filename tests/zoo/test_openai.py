@@ -196,3 +196,40 @@ def test_adapters_by_name(model, tokenizer, tmp_path):
         serve("tiny", adapters=("sql",))
     with pytest.raises(ValueError, match="Two models have one name: tiny, tiny"):
         Server([served[0], served[0]], batch=1, max_tokens=9)
+
+
+def test_embeddings_and_scores(tokenizer):
+    """They are those of zoo.embed and zoo.rank, and a model with a head writes no text."""
+    texts = ["import os", "Return the sum.", "import sys"]
+    (served,) = models("tiny", LoadOptions(dtype="float32"), {}, None, "embedding")
+    want = zoo.embed(served.model, tokenizer, texts)
+    with Running(served.model, tokenizer) as running:
+        client = client_of(running)
+        for options in {}, {"encoding_format": "float"}:
+            answer = client.embeddings.create(model="tiny", input=texts, **options)
+            np.testing.assert_allclose([each.embedding for each in answer.data], want, atol=1e-6)
+        assert answer.usage.prompt_tokens == sum(len(tokenizer.encode(text)) for text in texts)
+        short = client.embeddings.create(model="tiny", input=texts[0], dimensions=8).data[0].embedding
+        np.testing.assert_allclose(short, zoo.embed(served.model, tokenizer, texts[0], width=8), atol=1e-6)
+        status, answer = running.request("/v1/score", {"text_1": texts[0], "text_2": texts[1:]})
+        ranked = {each.index: each.score for each in zoo.rank(served.model, tokenizer, texts[0], texts[1:])}
+        scores = {each["index"]: each["score"] for each in json.loads(answer)["data"]}
+        assert status == 200 and list(scores) == [0, 1] and scores == pytest.approx(ranked, abs=1e-6)
+        for path, body, words in (
+            ("/v1/chat/completions", {"messages": MESSAGES}, "has a head for embedding: it writes no text"),
+            ("/v1/embeddings", {"input": 3}, "a string, or a list of strings"),
+            ("/v1/embeddings", {"input": "a", "dimensions": 10**6}, "fewer than width"),
+            ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "no prompt 'query'"),
+            ("/v1/embeddings", {"input": ["a"] * 1025}, "1024 are the most"),
+            ("/v1/embeddings", {"input": "a" * 10**6}, "tokens that there is room for"),
+            ("/v1/score", {"text_2": "a"}, "text_1 is missing"),
+        ):
+            status, answer = running.request(path, body)
+            assert status == 400 and words in json.loads(answer)["error"]["message"], answer
+    with pytest.raises(ValueError, match="takes no adapters, drafts and images here"):
+        models("tiny", LoadOptions(images=True), {}, None, "embedding")
+
+
+def test_models_without_a_head_embed_nothing(client):
+    with pytest.raises(openai.BadRequestError, match="no head for embeddings"):
+        client.embeddings.create(model="tiny", input="a")

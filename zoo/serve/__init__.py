@@ -3,6 +3,7 @@
 - `fields.py` checks the fields of requests, and `prompts.py` encodes their texts, chats and images.
 - `served.py` has the models, and `worker.py` runs them in a thread of its own, where each `reply.py` is written.
 - `answers.py` has the forms of answers, `guard.py` lets requests in, and `server.py` answers them over HTTP.
+- `texts.py` answers for embeddings and scores.
 - `metrics.py` counts.
 - `listen.py` keeps connections, and ends them when the server stops.
 """
@@ -22,6 +23,7 @@ from zoo.chat import LoadOptions
 from zoo.generation.decoding import CHUNK
 from zoo.generation.speculative import MTPDraft
 from zoo.mesh import make_mesh
+from zoo.nn.heads import Kind
 from zoo.serve.served import Served
 from zoo.source import Source
 
@@ -48,6 +50,7 @@ def serve(
     load: tyro.conf.OmitArgPrefixes[LoadOptions] = LoadOptions(),  # noqa: B008 (a value)
     listen: tyro.conf.OmitArgPrefixes[ListenOptions] = ListenOptions(),
     adapters: tuple[str, ...] = (),
+    head: Kind | None = None,
     batch: int = 8,
     max_tokens: int = 4096,
     chunk: int = CHUNK,
@@ -61,6 +64,7 @@ def serve(
         source: a zoo name, a Hub repository org/name, or a folder.
         adapters: further models of requests, each NAME=FOLDER: the model with the adapter in a folder. They share its
             weights, and each has a cache of its own.
+        head: what stands in the place of output embeddings (docs/heads.md), for /v1/embeddings and /v1/score.
         batch: number of replies that are written at the same time; others wait.
         max_tokens: largest number of tokens of a prompt and its reply together. The cache has this room for each reply.
         chunk: most tokens of prompts that are read between two tokens of a reply, so that a long prompt does not stop
@@ -78,7 +82,7 @@ def serve(
             "The API key is empty, and would keep nobody out: give --api-key or the variable ZOO_API_KEY a value, or "
             "leave both out."
         )
-    served = models(source, load, dict(map(name_and_folder, adapters)), None if mesh is None else make_mesh(mesh))
+    served = models(source, load, dict(map(name_and_folder, adapters)), None if mesh is None else make_mesh(mesh), head)
     server = Server(
         served, batch=batch, max_tokens=max_tokens, chunk=chunk, api_key=key, hosts=(listen.host, *listen.hosts)
     )
@@ -89,9 +93,16 @@ def serve(
         raise SystemExit(3)  # uvicorn has logged why
 
 
-def models(source: str, load: LoadOptions, adapters: Mapping[str, pathlib.Path], mesh: Mesh | None) -> list[Served]:
+def models(
+    source: str, load: LoadOptions, adapters: Mapping[str, pathlib.Path], mesh: Mesh | None, head: Kind | None = None
+) -> list[Served]:
     """Loads a model, and puts the adapters of folders on it, of which each makes a further model by its name."""
     opened = Source.open(source)
+    if head is not None:
+        if adapters or load.adapter or load.draft or load.images:
+            raise ValueError("A model with a head takes no adapters, drafts and images here.")
+        model = zoo.load(opened, dtype=load.dtype, quantize=load.quantize, mesh=mesh, head=head)
+        return [Served(source, model, load.tokenizer(opened))]
     model, draft = load.model(opened, mesh)
     served = [Served(source, model, load.tokenizer(opened), draft)]
     if adapters and load.adapter:

@@ -170,6 +170,15 @@ COMPLETIONS = BOTH | {
     "suffix": only(""),
     "best_of": only(1),
 }
+MODEL = {"model": BOTH["model"], "user": BOTH["user"]}
+TEXTS = Field("a string, or a list of strings", lambda v: is_text(v) or listed(is_text)(v))
+EMBEDDINGS = MODEL | {
+    "input": TEXTS,
+    "encoding_format": Field('"float" or "base64"', lambda v: v in ("float", "base64")),
+    "dimensions": number(1, whole=True),
+    "prompt_name": Field("a string", is_text),
+}
+SCORE = MODEL | {"text_1": Field("a string", is_text), "text_2": TEXTS, "instruction": Field("a string", is_text)}
 
 
 def read(body: bytes | bytearray, fields: dict[str, Field], required: str) -> dict[str, Any]:

@@ -22,8 +22,21 @@ from zoo.generation.constraints import AbstractConstraint
 from zoo.generation.decoding import CHUNK
 from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling
+from zoo.serve import texts
 from zoo.serve.answers import Scores, choice, delta, event, message, usage
-from zoo.serve.fields import BODY, CHAT, COMPLETIONS, REPLIES, Field, Refusal, is_object, is_text, read
+from zoo.serve.fields import (
+    BODY,
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    REPLIES,
+    SCORE,
+    Field,
+    Refusal,
+    is_object,
+    is_text,
+    read,
+)
 from zoo.serve.guard import Guard
 from zoo.serve.metrics import Metrics
 from zoo.serve.prompts import Prompts
@@ -31,6 +44,7 @@ from zoo.serve.reply import Ask, Gain, Reply
 from zoo.serve.served import Served
 from zoo.serve.worker import Worker
 from zoo.text.messages import Tools
+from zoo.text.prompts import check_room
 from zoo.text.replies import Piece
 
 
@@ -97,6 +111,8 @@ class Server:
                 Route("/v1/models/{name:path}", self.model),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+                Route("/v1/score", self.score, methods=["POST"]),
                 Route("/", self.page),
                 Route("/health", self.health),
                 Route("/metrics", self.counts),
@@ -136,6 +152,24 @@ class Server:
         running, waiting = self.worker.replies()
         text = self.metrics.text({"zoo_replies_running": running, "zoo_replies_waiting": waiting})
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def embeddings(self, request: Request) -> Response:
+        return await self._texts(request, EMBEDDINGS, "input", texts.embeddings)
+
+    async def score(self, request: Request) -> Response:
+        return await self._texts(request, SCORE, "text_2", texts.scores)
+
+    async def _texts(
+        self, request: Request, fields: dict[str, Field], required: str,
+        answer: Callable[[dict[str, Any], Served], dict[str, Any]],
+    ) -> Response:  # fmt: skip
+        said, served = await self._read(request, fields, required)
+        try:
+            for text in [said[required]] if is_text(said[required]) else said[required]:
+                check_room(served.tokenizer, text, served.model.config.max_position_embeddings, required)
+            return JSONResponse(await self.worker.call(lambda: answer(said, served)))
+        except ValueError as error:
+            raise Refusal(str(error), required) from error
 
     async def completions(self, request: Request) -> Response:
         said, served = await self._read(request, COMPLETIONS, "prompt")
@@ -254,7 +288,10 @@ class Server:
             raise Refusal(f"The request did not arrive within {self.SECONDS:g} seconds.", status=408) from error
         large = len(body) > 2**16
         said = await asyncio.to_thread(read, body, fields, required) if large else read(body, fields, required)
-        return said, self._named(said.get("model", next(iter(self.served))))
+        served = self._named(said.get("model", next(iter(self.served))))
+        if fields in (CHAT, COMPLETIONS) and served.model.head is not None:
+            raise Refusal(f"{served.name!r} has a head for {served.model.head.kind}: it writes no text.", "model")
+        return said, served
 
     def _sampling(self, said: dict[str, Any], served: Served, new: int) -> Sampling:
         """Returns the options with which a reply of up to `new` tokens is drawn, but for its seed."""

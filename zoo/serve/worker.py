@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -24,6 +24,9 @@ from zoo.serve.fields import TOP, Refusal
 from zoo.serve.metrics import Metrics
 from zoo.serve.reply import Gain, Reply
 from zoo.serve.served import Served
+
+
+T = TypeVar("T")
 
 
 @eqx.filter_jit
@@ -65,7 +68,8 @@ class Worker(threading.Thread):
     def __init__(self, first: Served, make_engine: Callable[[Served], Engine], metrics: Metrics):
         super().__init__(name="zoo.serve", daemon=True)
         self._make_engine, self._metrics = make_engine, metrics
-        self._engines = {first: make_engine(first)}  # those made; none after a failure, which may lose arrays
+        # Those made; none after a failure, which may lose arrays. A model with a head writes nothing.
+        self._engines = {} if first.model.head is not None else {first: make_engine(first)}
         self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._told: set[Served] = set()  # those of which the log says that the first reply is compiled
         self._running: dict[Completion, tuple[Reply, Callable[[Any], Any]]] = {}
@@ -158,26 +162,30 @@ class Worker(threading.Thread):
         This takes one forward pass, padded to a power of two so that few lengths are compiled. Compiling is done in
         another thread, while replies go on.
         """
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         limit, top = served.model.config.max_position_embeddings, min(TOP, served.model.config.vocab_size)
         padded = np.zeros((1, min(limit, bucket(len(tokens), 128))), np.int32)
         padded[0, : len(tokens)] = tokens
         async with self._compiling:
             program = await asyncio.to_thread(self._scorer, served, padded.shape, top)
-
-        def work() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(jax.device_get(program(served.model, jnp.asarray(padded), top)))
-                except Exception as error:  # raised in the caller
-                    future.set_exception(error)
-
-        self._inbox.put(work)
-        own, ids, values = await asyncio.wrap_future(future)
+        own, ids, values = await self.call(lambda: jax.device_get(program(served.model, jnp.asarray(padded), top)))
         n = len(tokens) - 1
         if np.isnan(own[:n]).any():
             raise no_numbers()
         return own[:n], ids[:n], values[:n]
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Calls a function in the models' thread, and returns what it returns."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:  # raised in the caller
+                    future.set_exception(error)
+
+        self._inbox.put(work)
+        return await asyncio.wrap_future(future)
 
     def _scorer(self, served: Served, shape: tuple[int, ...], top: int) -> Callable[..., Any]:
         if (served, shape) not in self._scorers:
