@@ -198,6 +198,56 @@ def test_a_small_pool(load, name):
         Engine(load(name), **SHAPE, cache_tokens=30)
 
 
+@pytest.mark.parametrize("count", [100, slow(1000)])
+def test_any_mix_of_requests(count):
+    """Requests of all kinds come, go on, fork, and are cancelled and freed at random, in a pool for two rows. Each gets
+    the tokens that it gets alone, and in the end all pages are free.
+    """
+    model = noise(lambda: zoo.qwen3.Model(zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 64, 1), key=jax.random.key(0)))
+    shape = dict(max_tokens=48, stops=range(0, 64, 16), stride=4, page=4, chunk=8)
+    engine, alone = (
+        Engine(model, batch=6, cache_tokens=96, prefixes=True, beside=8, **shape),
+        Engine(model, batch=1, **shape),
+    )
+    random, ours, cancelled = np.random.RandomState(0), [], set()
+    begin = random.randint(64, size=20).tolist()  # which many prompts share
+
+    def submit():
+        n, done = len(ours), [c for c, *_ in ours if c.finished and len(c.prompt) < 30]
+        after = done[random.randint(len(done))] if done and random.rand() < 0.5 else None
+        prompt = random.randint(64, size=random.randint(after is None, 6)).tolist()
+        if after is None:
+            prompt = begin[: random.choice([0, 12, 20])] + prompt
+        sampling = Sampling(max_new_tokens=random.randint(1, 12), temperature=random.choice([0.0, 1.0]))
+        given = dict(samples=random.randint(1, 4), after=after, keep=random.rand() < 0.5, owner=n % 3)
+        for sample, c in enumerate(engine.submit(prompt, sampling, key=jax.random.key(n), **given)):
+            ours.append((c, sampling, n, sample))
+
+    while len(ours) < count or not engine.idle:
+        for _ in range(random.randint(4) if len(ours) < count else 0):
+            submit()
+        if ours and random.rand() < 0.3:
+            c = ours[random.randint(len(ours))][0]
+            if not c.finished:
+                cancelled.add(c)
+            engine.cancel(c)
+        if ours and random.rand() < 0.3:
+            engine.free(ours[random.randint(len(ours))][0])
+        engine.step()
+    for c, *_ in ours:
+        engine.free(c)
+    while engine._prefixes.evict():
+        pass
+    assert_all_free(engine)
+    assert engine.tokens_found > count and 0 < len(cancelled) < len(ours) / 2
+    for c, sampling, n, sample in ours:
+        expected = alone.submit(c.prompt, sampling, key=jax.random.key(n), samples=sample + 1)[sample]
+        drawn(alone)
+        assert c.tokens == expected.tokens[: len(c.tokens)] and (
+            c in cancelled or len(c.tokens) == len(expected.tokens)
+        )
+
+
 def test_rows_of_mixed_lengths_need_the_memory_that_they_use():
     """512 rows are drawn at once in the memory of 64 that are as long as they may be."""
     model = noise(lambda: zoo.qwen3.Model(zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 256, 1), key=jax.random.key(0)))

@@ -220,7 +220,7 @@ def test_prompts_of_all_lengths_share_few_programs(monkeypatch):
             for completion in completions:
                 engine.cancel(completion)
             engine._sweep()
-    assert len(shapes) == 6 * 4
+    assert len(shapes) == 6 * 4 - 3
 
 
 def test_buckets():

@@ -17,7 +17,7 @@ from train.base.places import here
 from train.planning.ahead import Compiled, Program, device_bytes
 from zoo import lora
 from zoo.generation import decoding
-from zoo.generation.decoding import AT_ONCE, CHUNK, bucket
+from zoo.generation.decoding import CHUNK, bucket, most_together
 from zoo.generation.sampling import settings
 from zoo.nn.cache import partition_specs, split_over
 from zoo.nn.model import AbstractConfig
@@ -69,7 +69,8 @@ def sampling(
 
     prompt, cache = seq + 1 - max_new_tokens, None if cache_dtype == "auto" else cache_dtype
     most = bucket(prompt) + max_new_tokens
-    groups = bucket(min(AT_ONCE, math.ceil(rows / group)), 1)
+    read_at_once = bucket(min(prompt, CHUNK))
+    groups = bucket(min(most_together(read_at_once), math.ceil(rows / group)), 1)
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
     layout = decoding.layout_of(model, None, rows, most, mesh.shape, STRIDE)
@@ -85,7 +86,7 @@ def sampling(
     described = jax.tree.map(lambda a: at(a, everywhere), jax.eval_shape(table))
     tables = [ints(rows, layout.width) for _ in windows(empty)] if layout else []
     drawn: Any = (at(ints(rows, most), split), caches, logits)
-    chunk: Any = (ints(groups), ints(groups, bucket(min(prompt, CHUNK))), ints(groups), ints(groups))
+    chunk: Any = (ints(groups), ints(groups, read_at_once), ints(groups), ints(groups))
 
     def read(model: Any, chunk: Any, tables: Any, drawn: Any) -> Any:
         inputs = (model, None), decoding.Reading(*chunk), tables

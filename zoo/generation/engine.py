@@ -21,23 +21,7 @@ from jaxtyping import Int, PRNGKeyArray
 
 from zoo.generation import constraints, decoding, speculative
 from zoo.generation.constraints import AbstractConstraint
-from zoo.generation.decoding import (
-    AT_ONCE,
-    CHUNK,
-    PAGE,
-    Drawn,
-    Reading,
-    Rows,
-    bucket,
-    check_rewinds,
-    copy,
-    init_state,
-    layout_of,
-    put,
-    read,
-    room,
-    take,
-)
+from zoo.generation.decoding import CHUNK, PAGE, Drawn, Reading, Rows, bucket, init_state, read, room, take
 from zoo.generation.pages import Pool, Table
 from zoo.generation.prefixes import Prefix, Prefixes, ends_of_chunks, keys_of_chunks
 from zoo.generation.sampling import Sampling, SamplingOptions, settings
@@ -179,7 +163,7 @@ class Engine:
             )
         if draft is not None:
             for each in (model, draft.model):
-                check_rewinds(each)
+                decoding.check_rewinds(each)
                 if max_tokens > (most := each.config.cache_limit or max_tokens):
                     raise ValueError(
                         f"A text of more than {most} tokens is read anew, which a draft can't be: generate without "
@@ -194,7 +178,7 @@ class Engine:
         sharding = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].sharding
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
         sizes = {} if mesh is None else mesh.shape
-        layout = layout_of(model, draft, batch, max_tokens, sizes, stride, chunk, cache_tokens, page)
+        layout = decoding.layout_of(model, draft, batch, max_tokens, sizes, stride, chunk, cache_tokens, page)
         self._state = init_state(model, draft, batch, max_tokens, cache_dtype, mesh, layout)
         kinds = windows(self._state.caches)
         self._pool = Pool(layout, kinds)
@@ -461,7 +445,9 @@ class Engine:
         if prefix and rows:
             text = np.zeros(self._state.tokens.shape[1], np.int32)
             text[: prefix.length] = prompt.tokens[: prefix.length]
-            self._state = put((prefix.row, text, filled(rows, bucket(len(rows), 1), len(self._rows))), self._state)
+            self._state = decoding.put(
+                (prefix.row, text, filled(rows, bucket(len(rows), 1), len(self._rows))), self._state
+            )
 
     def _turns(self, free: int) -> dict[_Prompt, int]:
         """Returns how many free rows each prompt gets. A row goes to the owner that has the fewest.
@@ -507,7 +493,7 @@ class Engine:
                 )  # no page has this number
                 for copies, count in zip(self._copies, self._pool.counts, strict=True)
             ]
-            self._state = copy(pairs, self._state)
+            self._state = decoding.copy(pairs, self._state)
             self._copies = [{} for _ in self._copies]
 
     def _tables(self) -> list[Int[np.ndarray, "batch pages"]]:
@@ -524,7 +510,12 @@ class Engine:
             for row, s in sorted(unread, key=lambda each: each[1].turn):
                 end = s.end_of_chunk
                 fits = count + end - s.read <= most or (one and s is first)
-                if fits and len(chosen) < AT_ONCE and bucket(end - s.read) == seq and self._reserve(s, s.read, end):
+                if (
+                    fits
+                    and len(chosen) < decoding.most_together(seq)
+                    and bucket(end - s.read) == seq
+                    and self._reserve(s, s.read, end)
+                ):
                     images = part_of_images(s.prompt.images, s.read, end)
                     seen = [x.patches.shape[1:] for *_, x in (*chosen, (images,)) if x is not None]
                     if len(set(seen)) <= 1:  # small images would be padded to the size of large ones
