@@ -32,7 +32,13 @@ COMPANIONS = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
 )
+# Files of sentence-transformers' modules behind the model: which there are, how they are made, and their weights.
+MODULES = "modules.json"
+MODULE_CONFIGS = "*_Pooling/config.json", "*_Dense/config.json"
+MODULE_WEIGHTS = "*_Dense/model.safetensors"
 LARGEST = 2**25  # most bytes of a JSON file, or of a response of the Hub, whose listings take 200 for each file
 
 

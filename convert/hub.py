@@ -37,7 +37,17 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import SafetensorsRepoMetadata
 
 from convert import manifest
-from convert.files import COMPANIONS, INDEX, LARGEST, MANIFEST, WEIGHTS, read_index
+from convert.files import (
+    COMPANIONS,
+    INDEX,
+    LARGEST,
+    MANIFEST,
+    MODULE_CONFIGS,
+    MODULE_WEIGHTS,
+    MODULES,
+    WEIGHTS,
+    read_index,
+)
 from convert.pacing import paced
 
 
@@ -57,9 +67,10 @@ def folder(
 
     Args:
         source: a folder, which is returned as it is, or a Hub repository "org/name". A repository's config.json,
-            COMPANIONS and safetensors are downloaded to huggingface_hub's cache, all from one commit. HF_TOKEN,
-            HF_HOME, HF_HUB_OFFLINE and the like have the same effect as in that library. Each file is checked against
-            the Hub's hash, even if another program or an interrupted download left the file in the cache.
+            COMPANIONS, modules of sentence-transformers and safetensors are downloaded to huggingface_hub's cache, all
+            from one commit. HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and the like have the same effect as in that library.
+            Each file is checked against the Hub's hash, even if another program or an interrupted download left the
+            file in the cache.
         revision: a branch, tag or commit of the repository; None is its main branch.
         weights: False leaves out the safetensors.
         companions: False leaves out the COMPANIONS.
@@ -77,10 +88,12 @@ def folder(
         raise NotADirectoryError(f"{path} is a file; name the folder that holds it.")
     if not isinstance(source, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         raise FileNotFoundError(f"There is no folder {source}; a repository on the Hub is written org/name.")
-    patterns = ["config.json", *[WEIGHTS, INDEX, MANIFEST] * weights, *COMPANIONS * companions]
+    patterns = ["config.json", *[WEIGHTS, INDEX, MANIFEST, MODULE_WEIGHTS] * weights]
+    patterns += [*COMPANIONS, MODULES, *MODULE_CONFIGS] * companions
     download = lambda: snapshot_download(source, revision=revision, allow_patterns=patterns)
     snapshot = pathlib.Path(_patiently(download, source, revision))
-    _fetch(source, snapshot, [p.name for p in snapshot.iterdir() if any(fnmatch.fnmatch(p.name, n) for n in patterns)])
+    files = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
+    _fetch(source, snapshot, [name for name in files if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)])
     if weights and not (snapshot / WEIGHTS).exists():
         if not (snapshot / INDEX).exists():
             raise _no_safetensors(source)

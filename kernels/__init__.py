@@ -14,7 +14,7 @@ from kernels.cross_entropy import cross_entropy
 from kernels.decode_attention import decode_attention
 from kernels.delta_rule import delta_rule
 from kernels.dispatch import explain, prefer
-from kernels.masks import Causal, Chunk, Full, Mask, Spans, Window, sliding
+from kernels.masks import Around, Causal, Chunk, Full, Mask, Spans, Window, sliding
 from kernels.quantized_matmul import fp8_matmul, int8_matmul
 from kernels.ragged_dot import ragged_dot, rounded_ragged_dot
 from kernels.stacked import Slots, Stacked
@@ -23,6 +23,7 @@ from kernels.tokens import Tokens, counted
 
 __all__ = [
     "FEW",
+    "Around",
     "Causal",
     "Chunk",
     "Full",

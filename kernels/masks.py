@@ -93,6 +93,28 @@ class Window(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
+class Around(Mask):
+    """A query sees the keys less than `size` positions away from its own, before and after it, as in an encoder."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"Around({self.size}) hides every key: give 1 or more, or Full().")
+
+    def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
+        return self._reaches(q, kv) & self._reaches(kv, q)
+
+    def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
+        some = self._reaches(q.least, kv.most) & self._reaches(kv.least, q.most)
+        return some, self._reaches(q.most, kv.least) & self._reaches(kv.most, q.least)
+
+    def _reaches(self, later: Tokens, earlier: Tokens) -> Bool[Array, "..."]:
+        """Whether the first is less than `size` positions after the second. The largest int32 does not overflow."""
+        return given(later.positions) - self.size < given(earlier.positions)
+
+
+@dataclasses.dataclass(frozen=True)
 class Chunk(Mask):
     """A query sees the keys of its own chunk of `size` positions (Llama 4's local layers)."""
 

@@ -156,9 +156,10 @@ def _spec_of(x: Array | Stacked | None, of_keys: P) -> Any:
     """Returns the spec of keys or values: `of_keys`, or for a cache a `Stacked` with the specs of its arrays."""
     if not isinstance(x, Stacked):
         return None if x is None else of_keys
-    of_stack = P(None, *of_keys)
-    scale = None if x.scale is None else P(*of_stack[:4])
-    return dataclasses.replace(x, stack=of_stack, layer=P(), scale=scale)
+    batch, seq, heads = of_keys
+    of_stack = P(None, batch, seq, heads) if x.table is None else P(None, None, None, heads)  # rows share pages
+    scale, table = None if x.scale is None else of_stack, None if x.table is None else P(batch)
+    return dataclasses.replace(x, stack=of_stack, layer=P(), scale=scale, table=table)
 
 
 def _exchange_halves(devices: int, a: Array) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -20,6 +20,10 @@ class Stacked:
     the index of the layer reads only what it needs.
 
     The keys or values of a cache may be in 8 bits: then `scale` has the factors of their integers.
+
+    They may also lie in pages, which rows of a batch have in any order, and share: then `stack` is [layers, pages,
+    slots, ...], and `table` has the numbers of each row's pages. The layer's array is [batch, table's pages * slots,
+    ...].
     """
 
     stack: Any  # [layers, ...]; as in all pytrees, JAX may replace the array by another object, such as a Ref or a spec
@@ -29,6 +33,7 @@ class Stacked:
     """The number of neighbouring features that share a scale, for each scale of a vector."""
     wide: Any = dataclasses.field(default=None, metadata=dict(static=True))
     """The dtype in which the integers times their scales are read."""
+    table: Any = None  # int32 [batch, pages]; a number that is no page's may stand where nothing is to be read
 
     @classmethod
     def of(cls, x: "Shaped[Array, '...'] | Stacked") -> "Stacked":
@@ -37,7 +42,10 @@ class Stacked:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.stack.shape[1:]
+        if self.table is None:
+            return self.stack.shape[1:]
+        rows, pages = self.table.shape
+        return rows, pages * self.stack.shape[2], *self.stack.shape[3:]
 
     @property
     def ndim(self) -> int:
@@ -52,9 +60,22 @@ class Stacked:
         return self.stack.dtype if self.scale is None else np.dtype(self.wide)
 
     def read(self) -> Shaped[Array, "..."]:
-        """Returns the layer's array. XLA's own products read it in place; a Pallas kernel gets a copy."""
+        """Returns the layer's array. XLA's own products read it in place; a Pallas kernel, or pages, get a copy."""
+        if self.table is not None:
+            return self.pages(self.table)
         of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
         return self.widened(of_layer(self.stack), None if self.scale is None else of_layer(self.scale))
+
+    def pages(self, numbers: Int[Array, "batch pages"]) -> Shaped[Array, "batch slots ..."]:
+        """Copies pages of the layer, and puts those of a row after one another."""
+
+        def of_pages(
+            stack: Any,
+        ) -> Any:  # "clip" is a plain copy on CPUs; the default mode, "fill", takes twice as long
+            found = stack.at[self.layer, numbers].get(mode="clip")
+            return found.reshape(len(numbers), -1, *found.shape[3:])
+
+        return self.widened(of_pages(self.stack), None if self.scale is None else of_pages(self.scale))
 
     def widened(self, values: Shaped[Array, "*vectors dim"], scale: Any) -> Shaped[Array, "*vectors dim"]:
         """Multiplies vectors of the stack by their scales, if they have any."""

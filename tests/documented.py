@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import io
+import json
 import os
 import pathlib
 import re
@@ -40,6 +41,8 @@ SMALL = {
     "train.sft": f"{SHORT} --batch 4",
     "train.pretrain": f"{SHORT} --batch 4",
     "train.dpo": f"{SHORT} --batch 4",
+    "train.reward": f"{SHORT} --batch 4",
+    "train.classify": f"{SHORT} --batch 4",
     "train.distill": f"{SHORT} --batch 4",
     "train.grpo": "--seq-len 128 --steps 1 --prompts 2 --group 2 --rollout-batch 4 --max-new-tokens 4",
     "train.prepare": "--seq-len 128 --workers 1",
@@ -55,13 +58,14 @@ ELSEWHERE = {
     "python3 -m venv": "CI runs it where it is the first",
     "pip install": "CI installs what is needed",
     "lm_eval": "tests/zoo/test_serve.py runs it where it is installed",
+    "python -m zoo evaluate": "tests/zoo/test_evaluation.py evaluates where lm-eval is installed",
     "pytest": "CI runs all of them",
     "python -m tests.": "these write what lies in the repository",
     "python -m train.sft --eval-tasks my_tasks/": "tests/train/test_tasks.py runs it where lm-eval is installed",
     "python -m train.sft --tracker": "tests/train/test_watch.py runs it, with packages that stand in for the trackers'",
     "python -m train.plan": "it needs the compilers' wheels; tests/train/test_plan.py",
 }
-LONG = ("python -m train.sft", "python -m train.dpo")  # transcripts of these take minutes
+LONG = ("python -m train.sft", "python -m train.dpo", "python -m train.reward")  # transcripts of these take minutes
 LAUNCHERS = ("gcloud", "xpk", "srun", "n=0; for host in", "for n in")
 
 
@@ -84,6 +88,8 @@ def write_data() -> None:
         pathlib.Path(name).write_text("".join(chats))
     pathlib.Path("corpus/text.txt").write_text((ROOT / "README.md").read_text())
     pathlib.Path("pairs.jsonl").write_text("".join(pairs))
+    labels = [{"text": "a clean room", "label": "good"}, {"text": "a dirty room", "label": "bad"}]
+    pathlib.Path("labels.jsonl").write_text("".join(json.dumps(each) + "\n" for each in labels * 30))
     pathlib.Path("math.jsonl").write_text('{"prompt": "1 + 1 = ", "answer": "2"}\n' * 4)
     pathlib.Path("rewards.py").write_text(
         "polite = lambda text, record: float('please' in text)\nbrief = lambda text, record: -len(text)\n"

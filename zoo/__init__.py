@@ -67,6 +67,7 @@ for _name in ("kernels", "convert"):  # not train: zoo does not import it
     _import_own(_name)
 
 from zoo import lora
+from zoo.evaluation import evaluate
 from zoo.generation.engine import Completion, Engine, complete
 from zoo.generation.generate import generate, stream
 from zoo.generation.sampling import Sampling
@@ -113,6 +114,7 @@ from zoo.models import (
     smollm3,
 )
 from zoo.registry import register
+from zoo.retrieval import embed, rank
 from zoo.source import names
 from zoo.weights import peft
 
@@ -125,6 +127,8 @@ __all__ = [
     "Sampling",
     "complete",
     "config",
+    "embed",
+    "evaluate",
     "fingerprint",
     "generate",
     "inspect",
@@ -133,6 +137,7 @@ __all__ = [
     "make_mesh",
     "names",
     "peft",
+    "rank",
     "register",
     "save",
     "stream",

@@ -1,16 +1,16 @@
-"""The command line: `python -m zoo verify SOURCE`, `chat SOURCE`, `serve SOURCE`, `merge SOURCE ADAPTER OUT`,
-`to-hub CHECKPOINT OUT`, `to-orbax MODEL OUT`."""
+"""The command line: `python -m zoo verify SOURCE`, `chat SOURCE`, `serve SOURCE`, `evaluate SOURCE --tasks TASK`,
+`merge SOURCE ADAPTER OUT`, `to-hub CHECKPOINT OUT`, `to-orbax MODEL OUT`."""
 
 import pathlib
 import shutil
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 import zoo
-from zoo import lora
-from zoo.chat import chat
+from zoo import evaluation, lora
+from zoo.chat import LoadOptions, chat
 from zoo.orbax import to_hub, to_orbax
 from zoo.serve import serve
 from zoo.source import Source
@@ -41,6 +41,39 @@ def verify(
     sys.exit(0 if report(source, html, tokens=tokens, seed=seed) else 1)
 
 
+def evaluate(
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")],
+    tasks: tuple[str, ...],
+    limit: int | None = None,
+    batch: int = 32,
+    max_new_tokens: int = 256,
+    adapter: pathlib.Path | None = None,
+    quantize: Literal["int8", "fp8", "nf4", "stored"] | None = None,
+    dtype: str | None = None,
+    mesh: str | None = None,
+) -> None:
+    """Evaluate a model on tasks of lm-eval, and print its tables.
+
+    Args:
+        source: a zoo name, a Hub repository org/name, or a folder.
+        tasks: names of lm-eval's own tasks, and YAML files, or folders of such files, of yours.
+        limit: number of questions of each task, from its beginning. None: all.
+        batch: number of texts that are scored or written at a time.
+        max_new_tokens: largest number of tokens of a generated text, unless the task sets another.
+        adapter: folder with an adapter of the model, in PEFT's layout.
+        quantize: hold the layers' weights in 8 or 4 bits; stored: those in int4 that the checkpoint has in int4.
+        dtype: data type of the weights: float32, bfloat16 or float16. None: the checkpoint's.
+        mesh: number of devices along each axis, such as tensor=4 or fsdp=2,tensor=2. None: one device.
+    """
+    known = [evaluation.Tasks(name) for name in tasks]  # a wrong name is refused here, before a long load
+    opened, load = Source.open(source), LoadOptions(adapter=adapter, quantize=quantize, dtype=dtype)
+    model, _ = load.model(opened, None if mesh is None else zoo.make_mesh(mesh))
+    for results in evaluation.run(
+        model, load.tokenizer(opened), known, limit=limit, batch=batch, max_new_tokens=max_new_tokens
+    ):
+        print(evaluation.table(results))
+
+
 def merge(
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")],
     adapter: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="ADAPTER")],
@@ -69,6 +102,7 @@ if __name__ == "__main__":
                 "verify": verify,
                 "chat": chat,
                 "serve": serve,
+                "evaluate": evaluate,
                 "merge": merge,
                 "to-hub": to_hub,
                 "to-orbax": to_orbax,
@@ -76,5 +110,5 @@ if __name__ == "__main__":
             prog="python -m zoo",
             description=__doc__,
         )
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error

@@ -18,7 +18,6 @@ from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import AbstractDraft, ModelDraft, MTPDraft
 from zoo.nn.model import AbstractModel, require_vision
 from zoo.source import Source
-from zoo.text.harmony import Parts
 from zoo.text.tokenizer import Tokenizer
 from zoo.vision.open import open_image
 
@@ -195,19 +194,19 @@ class Conversation:
 
     def _reply(self, prompt: Encoded, seed: int) -> str:
         """Prints the model's reply, with its reasoning dimmed, until Ctrl-C. Returns the reply without reasoning."""
-        reply, reasoned, parts = "", False, Parts(self.tokenizer.channels)
+        reply, reasoned, reader = "", False, self.tokenizer.reader(prompt.ids)
         new = min(self.sampling.max_new_tokens, self.limit - len(prompt.ids))
         try:
-            for piece in zoo.stream(
+            pieces = zoo.stream(
                 self.model, self.tokenizer, prompt, self.sampling, max_new_tokens=new, seed=seed,
-                special=self.tokenizer.channels, draft=self.draft,
-            ):  # fmt: skip
-                reasoning, answer = parts.push(piece)
-                self.console.out(reasoning, end="", style="dim", highlight=False)
-                if answer and reasoned and not reply:
+                special=self.tokenizer.delimiters(), draft=self.draft,
+            )  # fmt: skip
+            for piece in reader.split(pieces):
+                self.console.out(piece.reasoning, end="", style="dim", highlight=False)
+                if piece.answer and reasoned and not reply:
                     self.console.print("\n")
-                self.console.out(answer, end="", style="cyan", highlight=False)
-                reply, reasoned = reply + answer, reasoned or bool(reasoning)
+                self.console.out(piece.answer, end="", style="cyan", highlight=False)
+                reply, reasoned = reply + piece.answer, reasoned or bool(piece.reasoning)
             self.console.print()
         except KeyboardInterrupt:
             self.console.print(" [dim](stopped)[/]")

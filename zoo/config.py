@@ -26,6 +26,7 @@ OBJECTS = "quantization_config", "rope_parameters", "rope_scaling", "text_config
 # Key -> the key whose value it has if it is null. Any other null means the same as a missing key, unless None is a
 # value of the field.
 NULLS = {"num_key_value_heads": "num_attention_heads"}
+HEADED = "ForSequenceClassification", "Model"  # ends of `architectures` that are no language models
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}  # names of the number of experts, by family
 
 
@@ -41,6 +42,7 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
             names the key.
     """
     where = f"{source / 'config.json'}" if source else "config.json"
+    hub = _without_head(family, hub)
     for key in OBJECTS:
         if hub.get(key) is not None and not isinstance(hub[key], Mapping):
             raise ValueError(f"{where} says {key}={hub[key]!r}; it needs an object in braces, or null.")
@@ -64,6 +66,17 @@ def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = N
         keys = ", ".join(left_behind)
         logging.getLogger("zoo").warning("%s: skipped, for they say nothing of the model: %s", where, keys)
     return config
+
+
+def _without_head(family: Family, hub: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out `architectures` that name a model with a head for labels, or without output embeddings.
+
+    Heads are no part of a config: `zoo.weights.heads` reads them.
+    """
+    names = hub.get("architectures")
+    headed = isinstance(names, list) and all(str(name).endswith(HEADED) for name in names)
+    drop = headed and names not in _implemented(family, "architectures")
+    return {key: value for key, value in hub.items() if key != "architectures" or not drop}
 
 
 def check_quantization(hub: Mapping[str, Any], where: str) -> None:

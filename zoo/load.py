@@ -7,7 +7,7 @@ import pathlib
 import shutil
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,13 @@ import convert.tensors
 from zoo import registry
 from zoo.config import write as write_config
 from zoo.mesh import make_mesh
+from zoo.nn.heads import Kind
 from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.source import Source
+from zoo.surgery import with_head
 from zoo.text.prompts import processor_of
 from zoo.text.tokenizer import Tokenizer, chat_template_of
-from zoo.weights import checkpoint, gather
+from zoo.weights import checkpoint, gather, heads
 
 
 QUANTIZE = "int8", "fp8", "nf4", "stored"
@@ -41,11 +43,12 @@ def load(
     revision: str | None = None,
     quantize: Literal["int8", "fp8", "nf4", "stored"] | None = None,
     parts: Sequence[str] = (),
+    head: Kind | None = None,
     verify: bool = True,
     check_values: bool = True,
     mmap: bool = True,
 ) -> AbstractModel:
-    """Load a checkpoint as the family's `Model`, called as `model(tokens)`.
+    """Load a checkpoint as the family's `Model`, called as `model(tokens)`, which gives logits, or what the head gives.
 
     Args:
         source: a zoo name, a Hub repository "org/name" (downloaded by huggingface_hub, which keeps a cache and reads
@@ -61,6 +64,9 @@ def load(
             nothing else is quantized.
         parts: names of optional parts to load too, of the family's `FAMILY.parts`: "vision", a tower for images; "mtp",
             a module that predicts the token after the next.
+        head: what stands in the place of output embeddings (docs/heads.md): "embedding", by sentence-transformers'
+            modules.json, or without that file the last token's normalised features; "classification", transformers'
+            ForSequenceClassification; "reward", the same with one label. None: output embeddings.
         verify: before reading a folder that `save` wrote, check its files against the hashes beside them, at 1 to 2
             GB/s per core. Several processes share this work. False skips it.
         check_values: while reading, refuse tensors with NaN or infinities, and matrices of zeros alone (biases and
@@ -79,6 +85,8 @@ def load(
         dtype = _float_dtype(dtype)
     if quantize not in (None, *QUANTIZE):
         raise ValueError(f"quantize={quantize!r} is none of {', '.join(QUANTIZE)}.")
+    if head not in (None, *get_args(Kind)):
+        raise ValueError(f"head={head!r} is none of {', '.join(get_args(Kind))}.")
     if isinstance(mesh, str):
         mesh = make_mesh(mesh)
     source = _opened(source, revision, weights=True)
@@ -87,8 +95,14 @@ def load(
     checkpoint.check_sizes(config, tensors)
     if verify:
         convert.tensors.verify_files(source.weights, slice(jax.process_index(), None, jax.process_count()))
+    model = checkpoint.skeleton(family, config, parts)
+    if head is not None:
+        made, tensors = heads.read(head, source.weights, source.config_json, config, tensors)
+        model = with_head(model, made)
+    elif heads.is_classifier(source.config_json):
+        raise ValueError(f"{source.name} has a head for labels: load it with head='classification' or head='reward'.")
     return checkpoint.fill(
-        checkpoint.skeleton(family, config, parts), tensors, family,
+        model, tensors, family,
         dtype=dtype, mesh=mesh, format=quantize, check_values=check_values, mmap=mmap,
     )  # fmt: skip
 
@@ -120,17 +134,26 @@ def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = Fa
     hub = write_config(model.config, family, jax.tree.leaves(model)[0].dtype)
     if quantization := checkpoint.FP8 if fp8 else checkpoint.int4_config(model, tensors):
         hub["quantization_config"] = quantization
-    write = functools.partial(_write, convert.machine.path("folder", folder), hub, model.config.source)
+    files = {"config.json": hub}
+    if model.head is not None:
+        hub |= heads.config_keys(model.head, hub, model.config.source)
+        files |= heads.files(model.head, model.config.hidden_size)
+    write = functools.partial(_write, convert.machine.path("folder", folder), files, model.config.source)
     gather.write_once(model, tensors, write)
 
 
 def _write(
-    folder: pathlib.Path, hub: dict[str, Any], source: pathlib.Path | None, tensors: dict[str, convert.tensors.Lazy]
+    folder: pathlib.Path, files: dict[str, Any], source: pathlib.Path | None, tensors: dict[str, convert.tensors.Lazy]
 ) -> None:
+    """Write tensors, whose names begin with the folder that they belong in if it is another, JSON and companions."""
     folder.mkdir(parents=True, exist_ok=True)
-    convert.tensors.save_tensors(folder, tensors)
-    (folder / "config.json.tmp").write_text(json.dumps(hub, indent=2) + "\n")
-    os.replace(folder / "config.json.tmp", folder / "config.json")
+    for within in sorted({name.rpartition("/")[0] for name in tensors}):
+        own = {name.rpartition("/")[2]: each for name, each in tensors.items() if name.rpartition("/")[0] == within}
+        convert.tensors.save_tensors(folder / within, own)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / f"{name}.tmp").write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(folder / f"{name}.tmp", folder / name)
     if source and source.is_dir() and source.resolve() != folder.resolve():
         for pattern in convert.files.COMPANIONS:
             for path in source.glob(pattern):

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): add them to any model, split them from it, and merge them.
 
     model = lora.add(model, rank=16, alpha=32, key=key)  # over a quantised model this is QLoRA (arXiv:2305.14314)
-    adapters, frozen = lora.split(model)                 # the parameters to train, and all others
+    adapters, frozen = lora.split(model)                 # the parameters to train (a head's, too), and all others
     model = lora.merge(model)                            # the updates added to the weights
 
 `zoo.peft` reads and writes adapters.
@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from zoo.nn.heads import AbstractHead
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear
 from zoo.surgery import map_linears, modules, path_name
 
@@ -141,18 +142,19 @@ def add(model: T, *, rank: int, alpha: float, where: str = LAYERS, key: PRNGKeyA
 
 
 def split(model: T) -> tuple[T, T | None]:
-    """Splits a model into the adapters' arrays and all others; each result has None in place of the other's.
+    """Splits a model into the arrays of adapters and of its head, and all others.
 
-    Without adapters the results are the model and None.
+    Each result has None in place of the other's. Without adapters the results are the model and None.
     """
     if not any(modules(model, ADAPTERS)):
         return model, None
+    parts = (*ADAPTERS, AbstractHead)
 
     def is_trained(module: Any) -> Any:
-        none = jax.tree.map(lambda _: False, module)
+        none = jax.tree.map(lambda _: isinstance(module, AbstractHead), module)
         return eqx.tree_at(lambda m: (m.a, m.b), none, (True, True)) if isinstance(module, ADAPTERS) else none
 
-    return eqx.partition(model, jax.tree.map(is_trained, model, is_leaf=lambda m: isinstance(m, ADAPTERS)))
+    return eqx.partition(model, jax.tree.map(is_trained, model, is_leaf=lambda m: isinstance(m, parts)))
 
 
 def combine(model: T, frozen: T | None) -> T:

@@ -21,8 +21,9 @@ from convert import machine, manifest
 from zoo.config import read, write
 from zoo.registry import FAMILIES, family_of
 from zoo.source import Source
-from zoo.surgery import cast
+from zoo.surgery import cast, with_head
 from zoo.text.tokenizer import Tokenizer
+from zoo.weights import heads
 from zoo.weights.checkpoint import skeleton
 
 
@@ -43,6 +44,8 @@ def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], 
     tokenizer = Tokenizer(source, chat_template=identity.get("template"))
     config = read(family, identity["config"], source)
     abstract = skeleton(family, config, [part for part in family.parts if identity.get(part)])
+    if kind := identity.get("head"):
+        abstract = with_head(abstract, heads.described(kind, identity["config"], config))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), abstract)
     context = ocp.Context()

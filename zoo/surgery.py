@@ -1,4 +1,4 @@
-"""Transform any model from outside: replace linear maps, cast, rematerialise, or make partition specs.
+"""Transform any model from outside: replace linear maps or its head, cast, rematerialise, or make partition specs.
 
 Modules are selected by type and path, so families need no code for this.
 """
@@ -15,11 +15,15 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from kernels.mesh import FSDP, PARAMETERS, STAGE, TENSOR, fitting
+from zoo.nn.heads import AbstractHead
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, Float32
+from zoo.nn.model import AbstractModel
 from zoo.nn.stack import Stack
 
 
 T = TypeVar("T")
+M = TypeVar("M", bound=AbstractModel)
+HEADS = {"head.*": P()}  # the partition rule of heads, which are small, in every family
 
 
 def path_name(path: Any) -> str:
@@ -54,6 +58,14 @@ def with_remat(model: T, remat: Callable[..., Callable] | None) -> T:
     """
     is_stack = lambda m: isinstance(m, Stack)
     return jax.tree.map(lambda m: m.with_remat(remat) if is_stack(m) else m, model, is_leaf=is_stack)
+
+
+def with_head(model: M, head: AbstractHead) -> M:
+    """Put a head in the place of a model's output embeddings, or of another head."""
+    outputs = lambda m: [linear for path, linear in modules(m, AbstractLinear) if path == "lm_head"]
+    if outputs(model):
+        model = eqx.tree_at(outputs, model, [None])
+    return eqx.tree_at(lambda m: m.head, model, head, is_leaf=lambda m: m is None)
 
 
 def map_linears(
@@ -104,7 +116,7 @@ def partition_specs(model: T, rules: Mapping[str, P]) -> T:
 
     def place(path: Any, module: Any) -> Any:
         name = path_name(path)
-        spec = next((spec for pattern, spec in rules.items() if fnmatch.fnmatch(name, pattern)), None)
+        spec = next((spec for pattern, spec in (HEADS | {**rules}).items() if fnmatch.fnmatch(name, pattern)), None)
         if spec is None:
             raise ValueError(f"No partition rule matches {name!r}; add one to the family's partition_rules.")
         linear = isinstance(module, AbstractLinear | AbstractExpertLinear)

@@ -12,6 +12,8 @@ own head's. The matrix unit has to load each key anyway, and has time for more q
 
 For a cache in 8 bits the integers are multiplied without their scales. The keys' scales multiply the logits, and the
 values' scales the weights.
+
+Where a cache lies in pages, a block is a page, and the numbers of the rows' pages are prefetched with the schedule.
 """
 
 import functools
@@ -86,7 +88,7 @@ def decode_attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.decode_attention` in Pallas for TPUs."""
     (batch, seq, heads, dim), (_, kv_seq, kv_heads, _) = q.shape, k.shape
-    size = _block_size(k, 0 if v is None else v_dim)
+    size = _block_size(k, 0 if v is None else v_dim) if k.table is None else k.stack.shape[2]
     schedule = Schedule.of(block_classes(mask, q_tokens, kv_tokens, seq, size)[:, 0])
 
     queries = min(seq, max(1, ROWS // heads))
@@ -95,9 +97,11 @@ def decode_attention(
 
     columns = size * kv_heads  # a block's columns of logits: one for each key of each head
     few = LANES if columns % LANES == 0 else columns  # columns at a time, so that their logits stay in registers
-    flat = lambda x: x.stack.reshape(-1, batch, kv_seq * kv_heads, x.shape[3])
+    flat = lambda x: x.stack.reshape(*x.stack.shape[:2], x.stack.shape[2] * kv_heads, x.shape[3])
     values = [] if v is None else [v]
-    layers = jnp.stack([k.layer, *(x.layer for x in values)])
+    # A row that sees no block loads one all the same, so every number has to be a page's.
+    table = None if k.table is None else jnp.clip(k.table, 0, k.stack.shape[1] - 1)
+    places = jnp.stack([k.layer, *(x.layer for x in values)]), table
     kv_ids = jax.tree.map(lambda x: jnp.repeat(x, kv_heads, axis=1)[:, None, :], kv_tokens)
     q_ids = jax.tree.map(lambda x: by_part(jnp.broadcast_to(x[:, :, None, None], (*x.shape, heads, 1))), q_tokens)
     head_of_column, head_of_row = _kv_heads(kv_heads, heads, size, queries)
@@ -107,7 +111,8 @@ def decode_attention(
     of_part = lambda width: pl.BlockSpec((None, None, rows, width), lambda b, i, j, *_: (b, i, 0, 0))
     of_q_ids = lambda x: pl.BlockSpec((None, None, rows, 1), lambda b, i, j, *_: (_row(b, x), i, 0, 0))
     of_keys = lambda n, width: pl.BlockSpec(
-        (None, None, columns, width), lambda b, i, j, s, layers: (layers[n], b, _block(b, j, s), 0)
+        (None, None, columns, width),
+        lambda b, i, j, s, places: (places[0][n], *_place(b, _block(b, j, s), places[1]), 0),
     )
     of_scale = lambda x: pl.BlockSpec((None, len(x.parts), columns), lambda b, i, j, s, _: (b, 0, _block(b, j, s)))
     of_ids = lambda x: pl.BlockSpec((None, 1, columns), lambda b, i, j, s, _: (_row(b, x), 0, _block(b, j, s)))
@@ -149,7 +154,7 @@ def decode_attention(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
         cost_estimate=_cost(q, k, v, v_dim, parts),
-    )(schedule, layers, *arrays)
+    )(schedule, places, *arrays)
     return out.reshape(batch, parts * queries, heads, v_dim)[:, :seq]
 
 
@@ -192,9 +197,17 @@ def _block(b: Any, j: Any, schedule: Any) -> Any:
     return schedule.order[at, jnp.clip(j, 0, jnp.maximum(schedule.met[at] - 1, 0))]
 
 
+def _place(b: Any, block: Any, table: Any) -> tuple[Any, Any]:
+    """Returns where a block of row b lies: the row or the page, and which of its blocks."""
+    return (b, block) if table is None else (table[b, block], 0)
+
+
 def _scale_of(x: Stacked) -> Float[Array, "batch parts columns"]:
     """Returns a layer's scales, one for each part of each column. XLA copies them: 4 bytes for, mostly, 128."""
-    of_layer = lax.dynamic_index_in_dim(x.scale, x.layer, keepdims=False)
+    if x.table is None:
+        of_layer = lax.dynamic_index_in_dim(x.scale, x.layer, keepdims=False)
+    else:
+        of_layer = x.scale.at[x.layer, x.table].get(mode="clip")
     return of_layer.reshape(x.shape[0], -1, len(x.parts)).swapaxes(1, 2)
 
 
@@ -203,7 +216,7 @@ def _kernel(
     all_columns: int,
     k_parts: tuple[int, ...],
     schedule: Any,
-    layers: Any,
+    places: Any,
     q_ref: Any,
     q_ids: Any,
     k_ref: Any,
@@ -228,7 +241,7 @@ def _kernel(
     for numbers that are not finite, and the count of these zeros in each lane. If the values are the first features of
     the keys, `v_refs` and `finite_v_refs` are empty. In 8 bits only scales may be not finite.
     """
-    del layers  # used to choose the blocks
+    del places  # used to choose the blocks
     b, j, columns, few = pl.program_id(0), pl.program_id(2), len(k_ref), len(changed_ref)
     finite_v_ref = (*finite_v_refs, finite_k_ref)[0]
 

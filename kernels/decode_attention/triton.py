@@ -12,6 +12,9 @@ then becomes NaN.
 
 For a cache in 8 bits the integers are multiplied without their scales. The keys' scales multiply the logits, and the
 values' scales the weights: one number for each key in place of one for each feature.
+
+A cache that lies in pages is read in blocks that divide a page. A program loads the page's number, 4 bytes, before the
+block.
 """
 
 import functools
@@ -60,6 +63,8 @@ def refusal(
         return f"its heads have multiples of {SMALLEST} features, {WIDTHS[-1]} at most, and these {dim} and {v_dim}"
     if not q.size or not k.shape[1]:
         return "it needs a query, a key and a feature at least"
+    if k.table is not None and k.stack.shape[2] % SMALLEST:
+        return f"pages have multiples of {SMALLEST} slots, and these {k.stack.shape[2]}"
     if scale <= 0:
         return f"it needs a scale above 0, and this is {scale}"
     if k.scale is not None and q.dtype == jnp.float16:
@@ -88,17 +93,18 @@ def decode_attention(
     width = next(width for width in WIDTHS if width >= max(dim, v_dim))
     row_dtype = k.stack.dtype if q.dtype.itemsize == 2 else q.dtype
     size = blocks.sizes(__name__, "decode", row_dtype, f"d{width}")
+    kv_size = size["kv"] if k.table is None else math.gcd(size["kv"], k.stack.shape[2])
     group = heads // kv_heads
     rows = min(max(SMALLEST, pl.next_power_of_2(seq * group)), size["rows"])
     programs = kv_heads * pl.cdiv(seq * group, rows)
-    splits = min(pl.cdiv(size["programs"], batch * programs), pl.cdiv(kv_seq, size["kv"]))
+    splits = min(pl.cdiv(size["programs"], batch * programs), pl.cdiv(kv_seq, kv_size))
     of_rows = jax.tree.map(lambda ids: jnp.tile(ids, group), q_tokens)
     out, lse = launch(
-        functools.partial(_kernel, Formula(scale, mask, softcap), size["kv"], rows, v_dim, seq > 1),
+        functools.partial(_kernel, Formula(scale, mask, softcap), kv_size, rows, v_dim, seq > 1),
         by_head(q + poison(q), kv_heads),
         *(None if x is None else addressable(x) for x in (k, v)),
         *(of_rows, kv_tokens),
-        Schedule.of(block_classes(mask, q_tokens, kv_tokens, seq, size["kv"])),
+        Schedule.of(block_classes(mask, q_tokens, kv_tokens, seq, kv_size)),
         name="decode_attention",
         grid=(programs, splits, batch),
         results=(
@@ -154,23 +160,24 @@ def _kernel(
     q = [[load(q_ref.at[batch, kv_head, these, piece], column) for piece in part] for part in k_parts]
     row = row_of(schedule.order, batch)
 
-    vectors = functools.partial(_vectors, batch, kv_head, q_ref.dtype)
-    scale_of = functools.partial(_scale_of, batch, kv_head)
+    vectors = functools.partial(_vectors, kv_head, q_ref.dtype)
+    scale_of = functools.partial(_scale_of, kv_head)
     seen_of = functools.partial(_seen, formula.mask, q_tokens_ref, kv_tokens_ref, batch, these, exist)
 
     def step(masked: bool, n: Array, state: _Softmax) -> _Softmax:
-        kv_block, seen = Block.of(batch, schedule.order[row, 0, n], kv_size, kv_seq), None
+        number, seen = schedule.order[row, 0, n], None
+        kv_block, place = Block.of(batch, number, kv_size, kv_seq), _place(k_ref, batch, number, kv_size)
         if masked:  # keys that are not seen are not loaded
             seen = jnp.broadcast_to(seen_of(kv_block), (rows, kv_size))
             kv_block = kv_block._replace(exist=seen.astype(jnp.int32).max(axis=0) > 0)
         v_scale = None
-        k = [vectors(k_ref, kv_block, part) for part in k_parts]
+        k = [vectors(k_ref, place, kv_block.rows, part) for part in k_parts]
         loaded = v_ref is None and k_parts[0][: len(of_v)] == of_v
-        v = k[0][: len(of_v)] if loaded else vectors(v_ref or k_ref, kv_block, of_v)
+        v = k[0][: len(of_v)] if loaded else vectors(v_ref or k_ref, place, kv_block.rows, of_v)
         logits = [product(of_part, keys) for of_part, keys in zip(q, k, strict=True)]
         if k_ref.parts:
-            logits = [x * scale_of(k_ref, kv_block, part)[None, :] for part, x in enumerate(logits)]
-            v_scale = scale_of(v_ref or k_ref, kv_block, 0)
+            logits = [x * scale_of(k_ref, place, kv_block.exist, part)[None, :] for part, x in enumerate(logits)]
+            v_scale = scale_of(v_ref or k_ref, place, kv_block.exist, 0)
         x = functools.reduce(jnp.add, logits)
         x = capped(formula, jnp.where(jnp.abs(x) == jnp.inf, jnp.nan, x))
         if seen is not None:
@@ -198,16 +205,28 @@ def _kernel(
     store(lse_ref.at[batch, split, kv_head, these], lse, exist)
 
 
-def _vectors(batch: Array, kv_head: Array, dtype: Any, ref: Stacked, block: Block, pieces: list[Any]) -> list[Array]:
-    """Loads a block of keys or values of a head, in pieces of their features."""
-    at = lambda piece: ref.stack.at[ref.layer[...], batch, block.tokens, kv_head, piece]
-    return [load(at(piece), block.rows).astype(dtype) for piece in pieces]
+_Place = tuple[Any, Any]  # a row of the batch or a page, and the slots there
 
 
-def _scale_of(batch: Array, kv_head: Array, ref: Stacked, block: Block, part: int) -> Float[Array, " kv"]:
-    """Loads the scales of a block of keys or values, of one part of their features."""
-    number = kv_head * len(ref.parts) + part
-    return load(ref.scale.at[ref.layer[...], batch, block.tokens, number], block.exist)
+def _place(ref: Stacked, batch: Array, number: Array, size: int) -> _Place:
+    """Returns where a block of a row's slots lies in a cache, which may have the row's pages in any order."""
+    if ref.table is None:
+        return batch, pl.ds(number * size, size)
+    of_page = ref.stack.shape[2] // size
+    return ref.table[batch, lax.div(number, of_page)], pl.ds(lax.rem(number, of_page) * size, size)
+
+
+def _vectors(
+    kv_head: Array, dtype: Any, ref: Stacked, place: _Place, rows: Array | None, pieces: list[Any]
+) -> list[Array]:
+    """Loads a block of keys or values of a head, in pieces of their features. `rows`: which of them; None for all."""
+    at = lambda piece: ref.stack.at[ref.layer[...], *place, kv_head, piece]
+    return [load(at(piece), rows).astype(dtype) for piece in pieces]
+
+
+def _scale_of(kv_head: Array, ref: Stacked, place: _Place, exist: Array | None, part: int) -> Float[Array, " kv"]:
+    """Loads the scales of a block of keys or values, of one part of their features. `exist`: as `rows` above."""
+    return load(ref.scale.at[ref.layer[...], *place, kv_head * len(ref.parts) + part], exist)
 
 
 def _seen(

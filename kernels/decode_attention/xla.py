@@ -2,7 +2,7 @@
 
 It loops over blocks of slots, from the first that any row sees to the last, and reads each from the array of all layers
 (flash-decoding without the split). So a step's time depends on the longest row's length, not on the cache's, and only
-one block of the cache is copied at a time.
+one block of the cache is copied at a time. Where a cache lies in pages, a block is some whole pages of each row.
 """
 
 import functools
@@ -50,7 +50,8 @@ def decode_attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.decode_attention` in blocks. Its gradient is the reference's."""
     (_, seq, heads, _), (batch, kv_seq, kv_heads, _) = q.shape, k.shape
-    blocks, group = Blocks.of(kv_seq, BLOCK), heads // kv_heads
+    slots = None if k.table is None else k.stack.shape[2]  # of a page
+    blocks, group = _blocks(kv_seq, slots), heads // kv_heads
     rows = (batch, kv_heads, group * seq)
     (first,), (end,) = visible_blocks(mask, Blocks(seq, seq), q_tokens, blocks, kv_tokens)
     q_rows = by_head(q + poison(q), kv_heads)
@@ -58,6 +59,9 @@ def decode_attention(
 
     def take(x: Stacked, j: Array) -> Array:
         start, zero = blocks.start(j).astype(jnp.int32), jnp.zeros((), jnp.int32)
+        if slots is not None:
+            numbers = lax.dynamic_slice_in_dim(x.table, start // slots, blocks.size // slots, axis=1)
+            return by_head(x.pages(numbers), kv_heads)
 
         def of_block(stack: Any) -> Any:
             sizes = (1, batch, blocks.size, *stack.shape[3:])
@@ -87,6 +91,15 @@ def decode_attention(
     state = top, jnp.ones((*rows, 1), jnp.float32), jnp.zeros((*rows, v_dim), jnp.float32)
     _, total, out = lax.fori_loop(first, end, step, state)
     return by_token(out / total, heads).astype(q.dtype)
+
+
+def _blocks(length: int, slots: int | None) -> Blocks:
+    """Cuts a row's slots into blocks of at most `BLOCK`; of whole pages, if pages have so many `slots`."""
+    if slots is None:
+        return Blocks.of(length, BLOCK)
+    pages = length // slots
+    count = -(-pages // max(1, BLOCK // slots))
+    return Blocks(length, -(-pages // count) * slots)
 
 
 def _product(subscripts: str, x: Array, y: Array) -> Array:

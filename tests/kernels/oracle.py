@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kernels
-from kernels.masks import And, Causal, Chunk, Full, Mask, Or, Segments, Spans, Window
+from kernels.masks import And, Around, Causal, Chunk, Full, Mask, Or, Segments, Spans, Window
 from kernels.tokens import Tokens
 
 
@@ -77,6 +77,8 @@ def sees(mask: Mask, q: Tokens, kv: Tokens) -> np.ndarray:
             return kv.positions <= q.positions
         case Window(size):
             return q.positions - kv.positions < size
+        case Around(size):
+            return (q.positions - size < kv.positions) & (kv.positions - size < q.positions)  # without an overflow
         case Chunk(size):
             return q.positions // size == kv.positions // size
         case Segments():

@@ -69,6 +69,53 @@ def test_decode_of_a_ragged_cache(case, implementation):
     np.testing.assert_array_equal(spoilt[1, :-1], out[1, :-1])
 
 
+def in_pages(x, slots, table):
+    """Returns arrays [layers, batch, kv_seq, ...] in pages, with garbage in those that no row has."""
+    layers, batch, length = x.shape[:3]
+    padded = np.pad(x, [(0, 0), (0, 0), (0, -length % slots)] + [(0, 0)] * (x.ndim - 3))
+    pages = np.full((layers, table.max() + 2, slots, *x.shape[3:]), 7 if x.dtype == np.int8 else np.nan, x.dtype)
+    pages[:, table] = padded.reshape(layers, batch, -1, slots, *x.shape[3:])
+    return pages
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("case", ["causal", "all, of a few queries", "latents, wider than a register"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton", "tpu"])
+def test_decode_of_pages(case, implementation, eight_bits):
+    """Pages in any order give what a cache without pages gives. Where a row needs no page its table has any number."""
+    shapes, options = DECODES[case]
+    options: dict[str, Any] = {n: jnp.asarray(x) if n == "sinks" else x for n, x in options.items()}
+    q, k, v, _ = arrays(**shapes)
+    width, slots, last = options.pop("v_dim", None), 16, np.arange(1 - shapes["seq"], 1)
+    positions = np.stack([np.where(last < 0, -1, last), 67 + last])
+    table = np.random.RandomState(0).permutation(2 * -(-k.shape[1] // slots)).reshape(2, -1).astype(np.int32)
+    parts = (width, k.shape[3] - width) if width else k.shape[3:]
+
+    def layer(x, parts, table=None):
+        stack, scale, rest = np.stack([np.zeros_like(x), x]), None, ()
+        if eight_bits:
+            values, scale = _quantized(x, parts)
+            stack, scale = np.stack([values, values]), np.stack([scale, scale]).reshape(2, *scale.shape[:2], -1)
+            rest = (tuple(parts), np.dtype(q.dtype))
+        if table is not None:
+            stack, scale = (None if a is None else in_pages(a, slots, table) for a in (stack, scale))
+            table = np.where(np.arange(table.shape[1]) * slots > positions[:, -1:], 1000, table)
+        return Stacked(stack, np.int32(1), scale, *(rest or ((), None)), table)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def decode(q, k, v, positions):
+        v = width or v
+        return kernels.decode_attention(
+            q, k, v, Tokens(positions), scale=SCALE, implementation=implementation, **options
+        )
+
+    expected, got = (
+        np.asarray(decode(q, layer(k, parts, t), None if width else layer(v, v.shape[3:], t), positions))
+        for t in (None, table)
+    )
+    assert np.linalg.norm(got - expected) < 1e-6 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("case", ["all, of a few queries", "latents, wider than a register"])
 @pytest.mark.parametrize("implementation", ["xla", "triton", "tpu"])
 def test_decode_of_a_cache_in_8_bits(case, implementation):

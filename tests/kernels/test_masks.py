@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import Causal, Chunk, Full, Spans, Window, sliding
+from kernels import Around, Causal, Chunk, Full, Spans, Window, sliding
 from kernels.masks import FULL, PARTIAL, SKIP, Segments, block_classes
 from kernels.tokens import Tokens
 from tests.kernels.oracle import sees
@@ -28,6 +28,7 @@ SAME_SPAN = (q["spans"][:, None] == kv["spans"][None, :]) & (q["spans"][:, None]
         (Full(), np.ones((5, 6), bool)),
         (Causal(), r <= p),
         (Window(4), p - r < 4),
+        (Around(4), abs(p - r) < 4),
         (sliding(None), r <= p),
         (sliding(4), (r <= p) & (p - r < 4)),
         (Chunk(3), p // 3 == r // 3),
@@ -45,7 +46,7 @@ def test_who_sees_whom(mask, expected):
 
 
 MASKS = [
-    Full(), Causal(), Window(7), Chunk(5), Segments(), Spans(), sliding(7), Causal() & Chunk(5) & Segments(),
+    Full(), Causal(), Window(7), Around(7), Chunk(5), Segments(), Spans(), sliding(7), Causal() & Chunk(5) & Segments(),
     (sliding(7) | Spans()) & Segments(), Spans() | Segments(), (Causal() | Spans()) & (Chunk(20) | Window(3)),
 ]  # fmt: skip
 

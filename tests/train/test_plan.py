@@ -359,16 +359,16 @@ def test_rollouts(config, monkeypatch, cache):
         cache_dtype=cache,
     )  # fmt: skip
     shapes = lambda tree: [(a.shape, a.dtype) for a in jax.tree.leaves(tree)]
-    _, state, _ = planned.advance.arguments
-    model, prompts, lengths = planned.prefill.arguments
+    *_, state, _ = planned.advance.arguments
+    model, *reading, drawn = planned.prefill.arguments
 
     class Read(Exception):
         pass
 
-    def prefill(model, draft, prompts, lengths, max_tokens, cache_dtype, images):
-        raise Read(shapes((prompts, lengths)))
+    def read(inputs, state):
+        raise Read(shapes((inputs[1:], state)))
 
-    monkeypatch.setattr(engine, "prefill", prefill)
+    monkeypatch.setattr(engine, "read", read)
     monkeypatch.setattr(engine, "init_state", lambda *a, begin=engine.init_state: seen.append(begin(*a)) or seen[-1])
     make = lambda: cast(planner.family_of(config).Model(config, key=jax.random.key(0)), jnp.bfloat16)
     seen, real = [], noise(make)
@@ -377,16 +377,14 @@ def test_rollouts(config, monkeypatch, cache):
             real, [[1] * 40] * 8, samples=4, max_new_tokens=24, batch=20,
             cache_dtype=None if cache == "auto" else cache,
         )  # fmt: skip
-    assert found.value.args[0] == shapes((prompts, lengths))
-    (held,) = seen
-    assert shapes((held.tokens, held.caches, held.logits)) == shapes(state)
+    assert found.value.args[0] == shapes((reading, drawn)) and shapes(drawn) == shapes(state) == shapes(seen)
     assert shapes(model) == shapes(real) and planned.beside == sum(
         ahead.device_bytes(part) for part in (update.arguments[0], update.arguments[2])
     )
-    counted = lambda needed, results: Compiled(needed, 0, 0, results, results, 0, [], [], 0.0)
-    rows = ahead.device_bytes(state)
-    assert planned.needed(counted(100, 7), counted(60, 0)) == planned.beside + 100 + rows
-    assert planned.needed(counted(100, 7), counted(100 + 2 * rows, 0)) == planned.beside + 107 + 2 * rows
+    counted = lambda needed: Compiled(needed, 0, 0, 0, 0, 0, [], [], 0.0)
+    assert (
+        planned.needed(counted(100), counted(60)) == planned.needed(counted(60), counted(100)) == planned.beside + 100
+    )
 
 
 @pytest.mark.slow

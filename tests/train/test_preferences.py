@@ -79,7 +79,10 @@ def test_formats(tokenizer, fields, expected):
         ({"chosen": CHAT, "rejected": CHAT}, "here: chosen and rejected are the same"),
         ({"chosen": "Q: yes", "rejected": "Q: yes, but"}, "here: chosen and rejected are the same, or one begins"),
         ({"prompt": "Q", "completion": "A", "label": 1}, "label .true or false."),
-        ({"prompt": "Q", "completion": "A", "label": True}, "here has a completion and a label, which only --loss kto"),
+        (
+            {"prompt": "Q", "completion": "A", "label": True},
+            "here has a completion and a label, which only train.dpo --loss",
+        ),
         ({"prompt": [], "chosen": [], "rejected": []}, "here: the list of messages is empty"),
         ({"prompt": "Q", "chosen": "A", "rejected": "\N{SNOWMAN}"}, "here: token 2.. is beyond the model's vocabulary"),
     ],

@@ -11,7 +11,7 @@ import pytest
 import zoo
 from convert.private import public
 from tests.train.conftest import command
-from train import distill, dpo, grpo, pretrain, sft
+from train import classify, distill, dpo, grpo, pretrain, reward, sft
 from train.base import cluster, help, runfile
 from train.base.listing import kinds, options_of, retired
 from train.base.options import Group
@@ -196,6 +196,7 @@ def test_secrets_of_urls_stay_out(tmp_path, monkeypatch):
 
 SCRIPTS = {
     "sft": sft.SFTOptions, "pretrain": pretrain.PretrainOptions, "dpo": dpo.DPOOptions, "grpo": grpo.GRPOOptions,
+    "reward": reward.RewardOptions, "classify": classify.ClassifyOptions,
     "distill": distill.DistillOptions, "plan": planner.Options, "prepare": PrepareOptions,
     "inspect": InspectOptions, "launch": LaunchOptions,
 }  # fmt: skip

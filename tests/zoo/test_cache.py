@@ -13,17 +13,29 @@ from tests.zoo import tiny
 from tests.zoo.programs import STACKS, decode, error, init_cache
 from zoo import registry
 from zoo.config import read as read_config
+from zoo.nn import rows
 from zoo.nn.cache import KV, LatentKV, WindowKV
 
 
 GOLDEN = tiny.golden()
 LENGTH, WINDOW = 16, 4
+SLOTS = 3  # of a page
+TABLE = np.random.RandomState(0).permutation(13)[:12].reshape(2, 6).astype(np.int32)  # the pages of two rows
+
+
+def paged(cache):
+    """Returns the cache with its vectors in 13 pages, of which each row has half, in any order."""
+    cache = cache.paged(lambda window: 13, SLOTS, LENGTH)
+    return rows.with_tables(cache, [TABLE])
+
+
 CACHES = {  # each with the window of its layers
     "KV": (KV.init(2, 2, LENGTH, 1, 1, jnp.float32), LENGTH),
     "WindowKV": (WindowKV.init(2, 2, WINDOW, 1, 1, jnp.float32), WINDOW),
     "WindowKV, wider": (WindowKV.init(2, 2, WINDOW, 1, 1, jnp.float32).widened(2), WINDOW),
     "LatentKV": (LatentKV.init(2, 2, LENGTH, 1, 1, jnp.float32), LENGTH),
 }
+CACHES |= {f"{name}, paged": (paged(cache), window) for name, (cache, window) in CACHES.items()}
 # Positions of two rows, for each call.
 CALLS = {
     "token by token": [[[n], [n]] for n in range(10)],

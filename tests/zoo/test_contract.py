@@ -53,6 +53,12 @@ class State(caches.AbstractCache):
     def widened(self, more):
         return self
 
+    def paged(self, pages, slots, length):
+        return self
+
+    def of_rows(self):
+        return caches.all_of_rows(self)
+
 
 class Recurrence(AbstractDecoderBlock):
     """S_t = S_{t-1} / 2 + k_t v_t^T, and y_t = q_t S_t, in float32.

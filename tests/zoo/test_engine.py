@@ -1,9 +1,7 @@
 """Continuous batching: each token against the plain forward pass and transformers; the queue, keys, refusals."""
 
-import collections
 import contextlib
 import dataclasses
-import types
 
 import equinox as eqx
 import jax
@@ -16,7 +14,7 @@ from kernels.backends import compile_options
 from tests.zoo import tiny
 from tests.zoo.programs import forward, noise
 from zoo.generation import decoding
-from zoo.generation.engine import Engine, _Group, bucket, complete
+from zoo.generation.engine import Engine, bucket, complete
 from zoo.generation.sampling import Sampling, settings
 from zoo.mesh import make_mesh
 
@@ -26,6 +24,7 @@ STOPS = range(0, 64, 8)
 NEVER = range(64, 72)  # never drawn, but as many as STOPS, since programs depend on their number
 SHAPE = dict(batch=2, max_tokens=30)  # for most engines, and `complete` with 14 new tokens: they share programs
 SMALL = zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 64, 1)  # for tests that need little computing
+KEY = jax.random.key(0)
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
 draw = eqx.filter_jit(lambda sampling, logits, keys: settings([sampling] * len(logits)).draw(logits, keys))
@@ -48,9 +47,11 @@ def log_softmax(logits):
 
 
 def penalized(sampling, logits, prompt, tokens):
-    """Applies the penalties by their formulas, one position and one token at a time."""
+    """Applies biases and penalties by their formulas, one position and one token at a time."""
     logits, repetition = np.array(logits, np.float64), sampling.repetition_penalty or 1
     for n, row in enumerate(logits):
+        for token, bias in sampling.logit_bias.items():
+            row[token] += bias
         for token in {*prompt, *tokens[:n]}:
             row[token] *= repetition ** (1 if row[token] < 0 else -1)
         for token in tokens[:n]:
@@ -81,7 +82,7 @@ def test_greedy_is_the_forward_pass(load, name):
     "sampling",
     [
         Sampling(temperature=1.5),
-        Sampling(temperature=1.1, top_k=20, top_p=0.9, min_p=0.02),
+        Sampling(temperature=1.1, top_k=20, top_p=0.9, min_p=0.02, logit_bias={3: 2.5, 40: -100.0, 7: 1.0}),
         Sampling(temperature=1.5, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-1.0),
     ],
 )
@@ -110,9 +111,10 @@ def test_each_sample_has_its_key(model, sampling):
 
 
 def test_a_prompt_is_read_once(model, monkeypatch):
-    """A prompt is prefilled once for more samples than rows, and prompts of one bucket are prefilled together."""
-    read, calls = zoo.generation.engine.prefill, []
-    monkeypatch.setattr(zoo.generation.engine, "prefill", lambda *args: calls.append(args[2].shape) or read(*args))
+    """A prompt is read once for more samples than rows, and prompts of one bucket are read together."""
+    read, calls = zoo.generation.engine.read, []
+    note = lambda inputs, state: calls.append(inputs[1].tokens.shape) or read(inputs, state)
+    monkeypatch.setattr(zoo.generation.engine, "read", note)
     complete(model, PROMPTS[:1], samples=5, max_new_tokens=14, stops=NEVER, batch=2)
     assert calls == [(1, 16)]
     calls.clear()
@@ -121,7 +123,7 @@ def test_a_prompt_is_read_once(model, monkeypatch):
     for prompt in prompts:
         engine.submit(prompt, Sampling(max_new_tokens=1), samples=2)
     engine.step()
-    assert calls == [(2, 16), (1, 32), (2, 16)] and engine.idle
+    assert calls == [(4, 16), (1, 32)] and engine.idle
 
 
 def test_requests_of_all_kinds_share_a_program(model, monkeypatch):
@@ -205,17 +207,20 @@ def test_refusals(model):
 
 def test_prompts_of_all_lengths_share_few_programs(monkeypatch):
     """The number of programs is that in docs/serve.md, for rows of 4,096 tokens."""
-    shapes, read = set(), object.__new__(decoding.State)
-    monkeypatch.setattr(
-        zoo.generation.engine, "prefill", lambda model, draft, prompts, *_: shapes.add(prompts.shape) or read
-    )
-    reader = types.SimpleNamespace(model=None, draft=None, cache_dtype=None, max_tokens=4096, _groups=[])
+    shapes = set()
+    model = noise(lambda: zoo.qwen3.Model(dataclasses.replace(SMALL, max_position_embeddings=5000), key=KEY))
+    engine = Engine(model, batch=10, max_tokens=4096)
+    note = lambda inputs, state: shapes.add(inputs[1].tokens.shape) or state
+    monkeypatch.setattr(zoo.generation.engine, "read", note)
     lengths = {length for n in range(13) for length in (2**n - 1, 2**n, 2**n + 1) if 0 < length < 4096}
     for length in lengths:
         for count in range(1, 11):
-            groups = [_Group(None, [1] * length, None, collections.deque()) for _ in range(count)]
-            Engine._prefill(reader, groups)
-    assert len(shapes) == 9 * 4
+            completions = [engine.submit([1] * length, Sampling(max_new_tokens=1))[0] for _ in range(count)]
+            engine._fill()
+            for completion in completions:
+                engine.cancel(completion)
+            engine._sweep()
+    assert len(shapes) == 6 * 4 - 3
 
 
 def test_buckets():

@@ -157,6 +157,8 @@ def test_repetition_penalty_of_the_checkpoint(model, tokenizer, folder, tmp_path
         dict(repetition_penalty=0.0),
         dict(presence_penalty=2.1),
         dict(frequency_penalty=-3.0),
+        dict(logit_bias={5: 101.0}),
+        dict(logit_bias={-1: 1.0}),
     ],
 )
 def test_sampling_refuses(options):

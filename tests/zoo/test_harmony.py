@@ -1,6 +1,7 @@
 """Replies in channels are split into reasoning and answer, whole and piece by piece, in the chat and in the server."""
 
 import json
+import re
 
 import pytest
 import tokenizers
@@ -9,7 +10,9 @@ import zoo
 from tests.zoo.test_chat import ASK, talk  # noqa: F401 (a fixture)
 from tests.zoo.test_serve import CHAT, COMPLETIONS, MESSAGES, Running
 from tests.zoo.test_tokenizer import folder
-from zoo.text.harmony import Parts, split
+from zoo.text.calls import Call
+from zoo.text.harmony import Reader, split
+from zoo.text.replies import Piece
 
 
 ANALYSIS = "<|channel|>analysis<|message|>They greet.<|end|>"
@@ -65,9 +68,47 @@ def test_pieces_join_to_the_whole(source):
     """The pieces are single tokens as a stream decodes them; special tokens come whole."""
     tokenizer = zoo.tokenizer(source)
     for text in ANALYSIS + FINAL, ANALYSIS + "<|start|>assistant" + ANALYSIS + CALL:
-        decoder, parts = tokenizer.stream(special=True), Parts(tokenizer.channels)
-        said = [parts.push(decoder.push(id)) for id in tokenizer.encode(text)]
-        assert tuple(map("".join, zip(*said, strict=True))) == split(text) and len(said) > 20
+        decoder = tokenizer.stream(special=True)
+        said = list(Reader().split(decoder.push(id) for id in tokenizer.encode(text)))
+        whole = sum(said, Piece())
+        assert (whole.reasoning, whole.answer) == split(text) and not whole.calls and len(said) > 20
+
+
+def test_calls(source):
+    """A call is read once it is whole. One that is no JSON stays text, and so do all without tools."""
+    tokenizer, name = zoo.tokenizer(source), " to=functions.add"
+    read = lambda text, tools=(1,): sum(
+        tokenizer.reader([], tools).split(map(tokenizer.stream(special=True).push, tokenizer.encode(text))), Piece()
+    )
+    other = CALL.replace(name, "").replace("<|start|>assistant", f"<|start|>assistant{name}")
+    for text in ANALYSIS + CALL, ANALYSIS + CALL + "<|call|>", ANALYSIS + other:
+        assert read(text) == Piece("They greet.", "", [Call("add", {"a": 1})])
+    assert read(other.removeprefix("<|start|>assistant")) == Piece("", "", [Call("add", {"a": 1})])
+    assert read(ANALYSIS + CALL + CALL + FINAL) == Piece("They greet.", "Hello é!", [Call("add", {"a": 1})] * 2)
+    cut = ANALYSIS + CALL.removesuffix("}")
+    assert read(cut) == Piece("They greet.", cut.partition("<|start|>")[2])
+    assert read(ANALYSIS + CALL, ()) == Piece(*split(ANALYSIS + CALL))
+
+
+def test_muse(tmp_path):
+    """Muse's recipients in place of channels: itself, the user, and functions, whose arguments are tags."""
+    tokenizer = zoo.tokenizer(folder(tmp_path / "muse", "{{ messages[0].content }}{# <atem:function_calls> #}"))
+    assert tokenizer.channels and tokenizer.beginning([1], "add").startswith(" to=add<|message|><atem:function_calls>")
+    thought, start = " to=self<|message|>Hm.<|eom|>", "<|start|>assistant"
+    add = (
+        '<atem:function_calls>\n<atem:invoke name="add">\n<atem:parameter name="a">1</atem:parameter>\n</atem:invoke>\n'
+    )
+    call = f"{start} to=add<|message|>{add}</atem:function_calls><|eom|>"
+    tools = [{"function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+    for text, want in (
+        (f"{thought}{start} to=user<|message|>Hello", Piece("Hm.", "Hello")),
+        (thought + call + call, Piece("Hm.", "", [Call("add", {"a": 1})] * 2)),
+        (" to=user<|message|>Hello<|eot|>", Piece("", "Hello")),
+        (f" to=add<|message|>{add[:30]}", Piece("", f" to=add<|message|>{add[:30]}")),
+    ):
+        pieces = re.split(r"(?<=>)|(?=<)", text)
+        assert sum(tokenizer.reader([1], tools).split(pieces), Piece()) == want
+    assert split(thought + call) == ("Hm.", call.removeprefix("<|start|>").removesuffix("<|eom|>"))
 
 
 def test_the_answer_of_a_reply(source):
@@ -80,8 +121,8 @@ def test_the_answer_of_a_reply(source):
 
 
 def test_other_tokenizers_have_no_channels(tmp_path):
-    assert not zoo.tokenizer("tiny").channels and not zoo.tokenizer(folder(tmp_path / "chatml")).channels
-    assert Parts(False).push(ANALYSIS) == ("", ANALYSIS)
+    for tokenizer in zoo.tokenizer("tiny"), zoo.tokenizer(folder(tmp_path / "chatml")):
+        assert not tokenizer.channels and tokenizer.reader([]).push(ANALYSIS) == Piece(answer=ANALYSIS)
 
 
 def test_chat(talk, source, monkeypatch):  # noqa: F811
@@ -105,13 +146,14 @@ def test_serve(model, source, monkeypatch):
     """Replies over HTTP are split, whole and in pieces; the model's tokens are given by the test."""
     tokenizer = zoo.tokenizer(source)
     script = tokenizer.encode(ANALYSIS + FINAL + "<|return|>")
+    tokenizer.eos = (script[-1],)  # as gpt-oss's, which does not end with a message
 
     with Running(model, tokenizer) as running:
 
         async def write(replies):
             for reply in replies:
                 for token in script:
-                    yield reply, reply.push(token), reply.finish
+                    yield reply, reply.push([token], [0.0]), reply.finish
 
         monkeypatch.setattr(running.server.worker, "write", write)
         body = {"messages": MESSAGES, "max_tokens": 100, "n": 2}

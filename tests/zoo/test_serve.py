@@ -36,14 +36,18 @@ from zoo.generation.sampling import Sampling
 from zoo.mesh import make_mesh
 from zoo.serve import ListenOptions, serve
 from zoo.serve.listen import Listener, Timely
-from zoo.serve.server import STRIDE, Server
-from zoo.serve.worker import Ask, Reply, Worker
+from zoo.serve.metrics import BOUNDS, GAUGES, Metrics
+from zoo.serve.reply import Ask, Reply
+from zoo.serve.served import Served
+from zoo.serve.server import PAGE, STRIDE, Server
+from zoo.serve.worker import Worker
 from zoo.text import templates
 
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROMPT = "textwrap.dedent(text)\n\n"
 MESSAGES = [{"role": "user", "content": "What does textwrap.dedent do?"}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
 NEW, ROOM = 16, 256  # tokens of most replies, and of a row; few numbers, so that little is compiled
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -75,8 +79,9 @@ class Announced(Listener):
 class Running:
     """A running server on a port of its own."""
 
-    def __init__(self, model, tokenizer, grace=30.0, listening=None, max_tokens=512, **options):
-        self.server = Server("tiny", model, tokenizer, batch=4, max_tokens=max_tokens, **options)
+    def __init__(self, model, tokenizer, grace=30.0, listening=None, max_tokens=512, others=(), **options):
+        served = [Served("tiny", model, tokenizer), *others]
+        self.server = Server(served, batch=4, max_tokens=max_tokens, **options)
         listening = {"log_level": "critical"} | (listening or {})
         self.uvicorn = Announced(self.server, host="127.0.0.1", port=0, grace=grace, **listening)
         self.thread = threading.Thread(target=self.uvicorn.run)
@@ -154,6 +159,55 @@ def arrived(monkeypatch):
 def test_models(running):
     (model,) = json.loads(running.request("/v1/models")[1])["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", ROOM)
+    assert json.loads(running.request("/v1/models/tiny")[1]) == model
+    assert running.request("/v1/models/org/other")[0] == 404
+
+
+def test_health_metrics_and_page(model, tokenizer):
+    """Anybody may ask for the page and the health, and who has the key for counts, which are Prometheus's."""
+    with Running(model, tokenizer, max_tokens=ROOM, api_key="sesame") as running:
+        assert running.request("/health") == (200, '{"status":"ok"}')
+        status, page = running.request("/")
+        assert status == 200 and page == PAGE and "http:" not in page and "https:" not in page
+        assert running.request("/metrics")[0] == 401
+        key = {"Authorization": "Bearer sesame"}
+        body = {"prompt": PROMPT, "max_tokens": NEW, "n": 2, "temperature": 0}
+        assert running.request(COMPLETIONS, body, **key)[0] == 200
+        status, text = running.request("/metrics", **key)
+        running.server.worker.is_alive = lambda: False
+        assert running.request("/health")[0] == 503
+        del running.server.worker.is_alive
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    ids = len(tokenizer.encode(PROMPT))
+    for name, want in (
+        (f'zoo_requests_total{{path="{COMPLETIONS}",status="200"}}', 1),
+        ('zoo_requests_total{path="/",status="200"}', 1),
+        ('zoo_requests_total{path="/metrics",status="401"}', 1), ('zoo_prompt_tokens_total{model="tiny"}', ids),
+        ('zoo_generated_tokens_total{model="tiny"}', 2 * NEW), ('zoo_replies_total{model="tiny",reason="length"}', 2),
+        ("zoo_replies_running", 0), ("zoo_replies_waiting", 0), ("zoo_first_token_seconds_count", 2),
+        ("zoo_token_gap_seconds_count", 2 * (NEW // STRIDE - 1)), ('zoo_reply_seconds_bucket{le="+Inf"}', 2),
+    ):  # fmt: skip
+        assert float(lines[name]) == want, (name, text)
+    counts = [float(lines[f'zoo_reply_seconds_bucket{{le="{bound}"}}']) for bound in BOUNDS]
+    assert counts == sorted(counts) and float(lines["zoo_reply_seconds_sum"]) > 0
+
+
+def test_prompts_that_begin_alike(model, tokenizer):
+    """A chunk of a prompt is read once, and the replies are as without that."""
+    texts = [PROMPT * 5 + more for more in ("import os", "import re")]
+    with Running(model, tokenizer, max_tokens=ROOM, chunk=16) as running:
+        body = {"max_tokens": NEW, "temperature": 0}
+        said = [running.ask(COMPLETIONS, prompt=text, **body)["choices"][0]["text"] for text in texts]
+        counts = running.request("/metrics")[1]
+    assert said == [greedy(model, tokenizer, text) for text in texts]
+    (found,) = re.findall(r'zoo_prompt_tokens_found_total{model="tiny"} (.*)', counts)
+    assert int(found) == len(tokenizer.encode(PROMPT * 5)) // 16 * 16
+
+
+def test_labels_are_escaped():
+    metrics = Metrics()
+    metrics.add("zoo_replies_total", model='a"b\\c\n')
+    assert r'zoo_replies_total{model="a\"b\\c\n"} 1' in metrics.text({name: 0 for name in GAUGES})
 
 
 def test_completions(running, model, tokenizer):
@@ -213,7 +267,7 @@ def test_template_variables_tools_and_calls(tmp_path, model, tokenizer):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 41}'}}
     body = {
         "messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}],
-        "tools": [{"type": "function", "function": {"name": "add"}}],
+        "tools": [ADD],
         "chat_template_kwargs": {"mood": "glad"},
         "max_tokens": NEW,
         "temperature": 0,
@@ -235,6 +289,129 @@ def test_template_variables_tools_and_calls(tmp_path, model, tokenizer):
     assert status == 400 and "tool_calls that can't be read" in json.loads(answer)["error"]["message"]
     assert [code for code, _ in dropped] == [400, 400]
     assert "leaves out the content of message 3, by 'critic'" in json.loads(dropped[1][1])["error"]["message"]
+
+
+WRITES = """{{ messages[0].content }}{% if tools %} {{ tools | tojson }}{% endif %}{# <tool_call> </think> #}
+{%- if think %}<think>{% endif %}{% if reasoning_effort %}effort: {{ reasoning_effort }}{% endif %}"""
+
+
+@pytest.fixture
+def written(tmp_path, model, tokenizer, monkeypatch):
+    """Returns a running server whose template has calls and reasoning, and whose model writes `text`."""
+    folder = shutil.copytree(tokenizer.folder, tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text(WRITES)
+    tokenizer = zoo.tokenizer(folder)
+    with Running(model, tokenizer, max_tokens=ROOM) as running:
+
+        async def write(replies):
+            for reply in replies:
+                running.prompt = tokenizer.decode(reply.ask.prompt)
+                ids = [*tokenizer.encode(running.text), *tokenizer.eos]
+                for start in range(0, len(ids), STRIDE):
+                    new = ids[start : start + STRIDE]
+                    gain = reply.push(new, [0.0] * len(new))
+                    yield reply, gain, reply.finish
+                    if reply.finish:
+                        break
+
+        monkeypatch.setattr(running.server.worker, "write", write)
+        yield running
+
+
+def joined(events, index=0):
+    """Returns the message that the events of a stream add up to, as OpenAI's client adds them, and its finish."""
+    message, finish = {"content": "", "reasoning_content": "", "tool_calls": []}, None
+    for choice in (event["choices"][0] for event in events if event["choices"][0]["index"] == index):
+        for field in "content", "reasoning_content":
+            message[field] += choice["delta"].get(field) or ""
+        for call in choice["delta"].get("tool_calls", ()):
+            assert call.pop("index") == len(message["tool_calls"])
+            message["tool_calls"].append(call)
+        finish = choice["finish_reason"] or finish
+    return message, finish
+
+
+def test_calls_of_tools(written):
+    """Calls and reasoning come apart, whole and in events, and what is no call stays text."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 41}}\n</tool_call>'
+    body = {"messages": MESSAGES, "tools": [ADD], "max_tokens": 150, "n": 2}
+    written.text = f"<think>\nAdd.\n</think>\n\nI add.\n{call}\n{call}"
+    functions = [{"name": "add", "arguments": '{"a": 41}'}] * 2
+    for choice in written.ask(CHAT, **body)["choices"]:
+        message = choice["message"]
+        assert (message["content"], message["reasoning_content"], choice["finish_reason"]) == (
+            "I add.",
+            "Add.",
+            "tool_calls",
+        )
+        assert [call["function"] for call in message["tool_calls"]] == functions
+        assert len({call["id"] for call in message["tool_calls"] if len(call["id"]) == 9}) == 2
+    assert '"add"' in written.prompt
+    events = written.events(CHAT, **body)
+    for index in range(2):
+        message, finish = joined(events, index)
+        assert (message["content"], message["reasoning_content"], finish) == ("I add.", "Add.", "tool_calls")
+        assert [call["function"] for call in message["tool_calls"]] == functions
+
+    one = written.ask(CHAT, **body, parallel_tool_calls=False)["choices"][0]
+    assert len(one["message"]["tool_calls"]) == 1 and one["finish_reason"] == "tool_calls"
+    none = written.ask(CHAT, **body, tool_choice="none")["choices"][0]
+    assert none["message"]["content"] == f"I add.\n{call}\n{call}" and none["finish_reason"] == "stop"
+    assert "tool_calls" not in none["message"] and '"add"' not in written.prompt
+
+    written.text = call
+    assert written.ask(CHAT, **body)["choices"][0]["message"]["content"] is None
+    written.text = wrong = call.replace("add", 'a"d')
+    (message, finish), whole = joined(written.events(CHAT, **body)), written.ask(CHAT, **body)["choices"][0]
+    assert message["content"] == whole["message"]["content"] == wrong and finish == whole["finish_reason"] == "stop"
+
+
+def test_replies_that_must_be_calls(written):
+    """The prompt ends with the beginning of a call, of any function or of one."""
+    body = {"messages": MESSAGES, "tools": [ADD], "max_tokens": 100}
+    for choice, begun, text in (
+        ("required", '{"name": "', 'add", "arguments": {"a": 41}}\n</tool_call>'),
+        (
+            {"type": "function", "function": {"name": "add"}},
+            '{"name": "add", "arguments":',
+            ' {"a": 41}}\n</tool_call>',
+        ),
+    ):
+        for think, close in (False, ""), (True, "<think>\n</think>\n\n"):
+            written.text = text
+            answer = written.ask(CHAT, **body, tool_choice=choice, chat_template_kwargs={"think": think})["choices"][0]
+            assert written.prompt.endswith(f"{close}<tool_call>\n{begun}") and answer["finish_reason"] == "tool_calls"
+            assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]] == ['{"a": 41}']
+    written.text = "4"
+    assert (
+        written.ask(CHAT, messages=MESSAGES, max_tokens=9, reasoning_effort="low")["choices"][0]["message"]["content"]
+        == "4"
+    )
+    assert written.prompt.endswith("effort: low")
+    other = {"type": "function", "function": {"name": "other"}}
+    status, answer = written.request(CHAT, body | {"tool_choice": other})
+    assert status == 400 and "names 'other', which is not among the tools" in answer
+
+
+def test_calls_in_older_templates(tmp_path, model, tokenizer):
+    """DeepSeek's templates join arguments as text, and a content that must be there."""
+    folder = shutil.copytree(tokenizer.folder, tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text(
+        "{% set call = messages[1].tool_calls[0].function %}{{ messages[1].content + call.name + call.arguments }}"
+        "{{ messages[0].content }} {{ messages[2].content }}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 41}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42"},
+    ]
+    tokenizer = zoo.tokenizer(folder)
+    with Running(model, tokenizer, max_tokens=ROOM) as running:
+        written = running.ask(CHAT, messages=messages, max_tokens=NEW, temperature=0)["choices"][0]["message"][
+            "content"
+        ]
+    assert written == greedy(model, tokenizer, f'add{{"a": 41}}{MESSAGES[0]["content"]} 42')
 
 
 def test_samples_and_seeds(running, tokenizer, monkeypatch):
@@ -426,6 +603,7 @@ def test_logits_that_are_no_numbers(model, tokenizer):
             assert got == status and "The model's logits are NaN" in answer and "[DONE]" not in answer
 
 
+STREAMED = {"messages": MESSAGES, "logprobs": True, "stream": True}
 REFUSED = [
     (COMPLETIONS, {"promt": "a"}, 400, "promt", "not supported"),
     (COMPLETIONS, {}, 400, "prompt", "is missing"),
@@ -456,11 +634,29 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "neither"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs", "neither"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens", "from 1 on"),
-    (CHAT, {"messages": MESSAGES, "logprobs": True}, 400, "logprobs", "false or absent"),
-    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "response_format", "supported"),
-    (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "tool_choice", "supported"),
+    (CHAT, STREAMED | {"top_logprobs": 1}, 400, "logprobs", "streamed without top_logprobs, at temperature 0 or 1"),
+    (CHAT, STREAMED | {"temperature": 0.5}, 400, "logprobs", "streamed without top_logprobs, at temperature 0 or 1"),
+    (CHAT, {"messages": MESSAGES, "logprobs": 1}, 400, "logprobs", "true or false"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, 400, "reasoning_effort", "has no place"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 1}, 400, "top_logprobs", "needs logprobs"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, 400, "response_format", "json_schema"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "structured_outputs": {"json": {}, "regex": "a"}},
+        400,
+        "structured_outputs",
+        "one of",
+    ),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias", "token ids"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias", "-100 to 100"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"2048": 1}}, 400, "logit_bias", "not from 0 to 2047"),
+    (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "tool_choice", "there are no tools"),
+    (CHAT, {"messages": MESSAGES, "tool_choice": "any"}, 400, "tool_choice", '"auto", "none"'),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools", "a list of"),
+    (CHAT, {"messages": MESSAGES, "parallel_tool_calls": 1}, 400, "parallel_tool_calls", "true or false"),
     (CHAT, [], 400, None, "not a JSON object"),
-    ("/v1/embeddings", {}, 404, None, "Not Found"),
+    ("/v1/embeddings", {}, 400, "input", "is missing"),
+    ("/v1/rerank", {}, 404, None, "Not Found"),
     (CHAT, None, 405, None, "Method Not Allowed"),
 ]
 
@@ -511,11 +707,13 @@ def test_a_slow_template_holds_nobody_else_and_is_stopped(running, tokenizer, mo
 def test_compiling_is_told_once(model, tokenizer, monkeypatch):
     """The first reply waits for the compiler, and the log tells why."""
     told = []
-    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "info", told.append)
-    worker = Worker(model, lambda: types.SimpleNamespace(submit=lambda *_, **__: [object()]))
-    for _ in range(2):
-        worker._submit([Reply(0, Ask([1], Sampling(), (), False), tokenizer)], told.append)
-    assert told == ["Compiling the model for the first reply, which may take minutes."]
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "info", lambda text, *of: told.append(text % of))
+    served = [Served(name, model, tokenizer) for name in ("one", "two")]
+    make = lambda _: unittest.mock.Mock(spec=Engine, submit=lambda *_, **__: [object()])
+    worker = Worker(served[0], make, Metrics())
+    for each in (*served, served[0]):
+        worker._submit([Reply(0, Ask(each, [1], Sampling()))], told.append)
+    assert told == [f"Compiling {name} for its first reply, which may take minutes." for name in ("one", "two")]
 
 
 def test_who_may_ask(model, tokenizer, running):
@@ -538,7 +736,7 @@ def test_who_may_ask(model, tokenizer, running):
                 status, answer = closed.request(path, sent, **key)
                 assert status == 401 and json.loads(answer)["error"]["code"] == "invalid_api_key"
         assert closed.request("/v1/models", Authorization="Bearer sesame", Host="my.example")[0] == 200
-    assert Server("tiny", model, tokenizer, batch=1, max_tokens=9, hosts=["0.0.0.0"]).hosts is None
+    assert Server([Served("tiny", model, tokenizer)], batch=1, max_tokens=9, hosts=["0.0.0.0"]).hosts is None
 
 
 def test_refused_connections_are_closed(model, tokenizer, running):
@@ -548,14 +746,14 @@ def test_refused_connections_are_closed(model, tokenizer, running):
     head = lambda path: f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n".encode()
     for sent, status in (
         (head(COMPLETIONS), b"415"),
-        (head("/v1/embeddings"), b"404"),
+        (head("/v1/rerank"), b"404"),
         (head("/v1/models"), b"405"),
         (head(CHAT).replace(b"localhost", b"evil.example"), b"421"),
         (head(CHAT).replace(b"Content-Length: 9", b"Transfer-Encoding: chunked"), b"415"),
     ):
         assert running.exchange(sent + b"\r\n").startswith(b"HTTP/1.1 " + status)
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)) as connection:
-        for path in "/v1/models", "/v1/embeddings", "/v1/models":  # their empty bodies have arrived
+        for path in "/v1/models", "/v1/rerank", "/v1/models":  # their empty bodies have arrived
             connection.request("GET", path)
             assert connection.getresponse().read() and connection.sock
     with Running(model, tokenizer, max_tokens=ROOM, api_key="sesame") as closed:
@@ -720,6 +918,53 @@ def test_lm_eval(running, model, tokenizer, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_thousand_mixed_requests(model, tokenizer):
+    """Each reply is as alone, whoever else asks, leaves, or has a grammar; in the end all rows and pages are free."""
+    pytest.importorskip("llguidance")
+    random, lengths = np.random.default_rng(0), (4, 9, NEW)
+    prompts = [*(PROMPT[:n] for n in (5, 9, 14, 20)), "import os\n" * 9]
+    want = {(prompt, new): greedy(model, tokenizer, prompt, new) for prompt in prompts for new in lengths}
+    body = lambda prompt, new, **more: {"prompt": prompt, "max_tokens": int(new), "temperature": 0} | more
+
+    def whole(prompt, new):
+        texts = [choice["text"] for choice in running.ask(COMPLETIONS, **body(prompt, new, n=2))["choices"]]
+        assert texts == [want[prompt, new]] * 2
+
+    def streamed(prompt, new):
+        events = running.events(COMPLETIONS, **body(prompt, new))
+        assert "".join(event["choices"][0]["text"] for event in events) == want[prompt, new]
+
+    def structured(prompt, _):
+        answer = running.ask(COMPLETIONS, **body(prompt, 60, structured_outputs={"regex": "[a-c]{2,5}!"}))
+        assert re.fullmatch("[a-c]{2,5}!", answer["choices"][0]["text"])
+
+    def leaves(prompt, new):
+        sent = json.dumps(body(prompt, 200, stream=bool(new % 2), n=2))
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
+            connection.sendall(f"{head}Content-Length: {len(sent)}\r\n\r\n{sent}".encode())
+            if new % 2:
+                connection.recv(int(new) * 50)
+
+    with Running(model, tokenizer, max_tokens=512, chunk=16) as running:
+        kinds = random.choice([whole, streamed, structured, leaves], 1000, p=[0.3, 0.3, 0.1, 0.3])
+        asked = zip(kinds, random.choice(prompts, 1000), random.choice(lengths, 1000), strict=True)
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            for done in [pool.submit(kind, str(prompt), new) for kind, prompt, new in asked]:
+                done.result()
+        for _ in range(200):  # until the last ones are known to have left
+            whole(prompts[0], 4)
+            if running.server.worker.replies() == (0, 0):
+                break
+        assert running.server.worker.replies() == (0, 0)
+        (engine,) = running.server.worker._engines.values()
+        assert engine.idle
+        while engine._prefixes.evict():
+            pass
+        assert engine._pool.free.tolist() == engine._pool.counts
+
+
+@pytest.mark.slow
 def test_on_a_mesh(model, tokenizer):
     placed = zoo.load("tiny", dtype="float32", mesh=make_mesh("fsdp=2,tensor=2", jax.devices()[:4]))
     with Running(placed, tokenizer, max_tokens=ROOM) as running:
@@ -729,7 +974,7 @@ def test_on_a_mesh(model, tokenizer):
 
 def test_no_rows(model, tokenizer):
     with pytest.raises(ValueError, match="batch=0 leaves no room"):
-        Server("tiny", model, tokenizer, batch=0, max_tokens=512)
+        Server([Served("tiny", model, tokenizer)], batch=0, max_tokens=512)
 
 
 def test_keys(model, tokenizer, monkeypatch):
@@ -744,7 +989,7 @@ def test_keys(model, tokenizer, monkeypatch):
         "127.0.0.2", None, False
     ), ("localhost", None, False):  # fmt: skip
         said.clear()
-        server = Server("tiny", model, tokenizer, batch=1, max_tokens=9, api_key=key)
+        server = Server([Served("tiny", model, tokenizer)], batch=1, max_tokens=9, api_key=key)
         Listener(server, host=host, port=0, grace=1.0, log_config=None)
         assert [f"anybody who reaches {host} may use it" in text for text in said] == [True] * warned
 
@@ -756,8 +1001,12 @@ def test_without_starlette(monkeypatch):
         serve("tiny")
 
 
+ENDLESSLY = {"0": -100, "2": -100}  # without end tokens
+
+
 @pytest.mark.slow
 def test_the_command():
+    """The command serves, and after SIGTERM it finishes the replies in progress and takes no new requests."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "zoo", "serve", "tiny", "--port", str(port), "--batch", "2", "--max-tokens", "100"]
@@ -770,7 +1019,16 @@ def test_the_command():
             with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
                 connection.request("GET", "/v1/models")
                 assert json.loads(connection.getresponse().read())["data"][0]["max_model_len"] == 100
-            process.send_signal(signal.SIGTERM)
+                body = json.dumps({"prompt": "a", "max_tokens": 90, "stream": True, "logit_bias": ENDLESSLY})
+                connection.request("POST", COMPLETIONS, body, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                first = response.readline()
+                process.send_signal(signal.SIGTERM)
+                rest = response.read().decode()  # all of it, within the time of --grace
+                assert first.startswith(b"data: {") and rest.endswith("data: [DONE]\n\n")
+                assert '"finish_reason": "length"' in rest
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
             process.stderr.read()
             assert process.wait(30) in (0, -signal.SIGTERM)
         finally:

@@ -20,15 +20,16 @@ import safetensors.numpy
 
 import convert.tensors
 import zoo
-import zoo.serve.server
+import zoo.serve.prompts
 import zoo.vision.open
 from tests.zoo import seeing, tiny
 from tests.zoo.programs import decode, error, on_host, same
+from tests.zoo.test_continue import assert_goes_on
 from tests.zoo.test_images import png
 from tests.zoo.test_serve import CHAT, Running
 from tests.zoo.tiny import gemma3
-from zoo.generation.decoding import check_rewinds, prefill
-from zoo.generation.engine import Engine, batched_images, bucket, padded
+from zoo.generation.decoding import Reading, check_rewinds, init_state, read
+from zoo.generation.engine import Engine, batched_images, bucket, padded, part_of_images
 from zoo.generation.speculative import ModelDraft
 from zoo.nn.fields import is_ignorable
 from zoo.nn.layers import AbstractLinear, Linear
@@ -175,6 +176,30 @@ def without_rounding(name, *gradients):
     return gradients
 
 
+def separate(case):
+    """Returns the prompts of a case, and the images of each."""
+    images, lengths = jax.tree.map(np.asarray, case.images()), case.lengths
+    prompts = [prompt[:length].tolist() for prompt, length in zip(case.prompts, lengths, strict=True)]
+    of_row = lambda x, row: x[row : row + 1]
+    rows = [
+        Images(images.patches, images.grids, of_row(images.image, n), of_row(images.feature, n))
+        for n in range(len(prompts))
+    ]
+    return prompts, [part_of_images(row, 0, length) for row, length in zip(rows, lengths, strict=True)]
+
+
+@EACH
+def test_texts_with_images_go_on(untyped, load_vision, name):
+    """A turn may have images, and so may the text before it. Chunks end where images do."""
+    case, model = tiny.SEEING[name], load_vision(name)
+    prompts, images = separate(case)
+    (prompt, seen), *_ = ((a, b) for a, b in zip(prompts, images, strict=True) if b is not None)
+    start = int(np.argmax(seen.image[0] >= 0)) - 2  # a short prompt, since the models have few positions
+    prompt, seen = prompt[start:], part_of_images(seen, start, len(prompt))
+    engine = Engine(model, batch=2, max_tokens=2 * len(prompt) + 20, page=8, stride=4, chunk=8)
+    assert_goes_on(engine, [prompt], prompt, [seen], seen)
+
+
 @EACH
 def test_decoding_after_images(untyped, load_vision, name):
     """Prompts of several lengths, each with its images, are prefilled at once; the rest is decoded token by token.
@@ -182,19 +207,14 @@ def test_decoding_after_images(untyped, load_vision, name):
     Rows are as long as `zoo.generate` makes them.
     """
     case, model = tiny.SEEING[name], load_vision(name)
-    golden, images, lengths = case.golden()["logits"], jax.tree.map(np.asarray, case.images()), np.array(case.lengths)
+    golden, lengths = case.golden()["logits"], np.array(case.lengths)
     rows, seq = case.prompts.shape
-    each = []
-    for image, feature, length in zip(images.image, images.feature, lengths, strict=True):
-        which = np.unique(image[image >= 0])
-        own = np.searchsorted(which, image[:length]) * (image[:length] >= 0) - (image[:length] < 0)
-        own = Images(images.patches[which], images.grids[which], own[None], feature[None, :length])
-        each.append(own if len(which) else None)
-    prompts = [prompt[:length].tolist() for prompt, length in zip(case.prompts, lengths, strict=True)]
+    prompts, each = separate(case)
     longest = bucket(seq)
-    state = prefill(
-        model, None, *padded(prompts, rows, longest), longest + NEW, None, batched_images(each, rows, longest)
-    )
+    tokens, counts = padded(prompts, rows, longest)
+    images = batched_images(each, rows, longest)
+    new = Reading(np.arange(rows, dtype=np.int32), tokens, np.zeros_like(counts), counts, images)
+    state = read(((model, None), new, []), init_state(model, None, rows, longest + NEW, None, None, None))
     first = np.asarray(state.logits)
     for row, length in enumerate(lengths):
         assert error(first[row], golden[row, length - 1]) < 1e-4
@@ -438,7 +458,8 @@ def test_the_server(untyped, load_vision, vision_folders, monkeypatch):
     part = gemma3.url(PIL.Image.new("RGB", (30, 20), "red"))
     of = lambda part: seeing.ask(part, seeing.text("what is it"))
     with_url = lambda url: of({"type": "image_url", "image_url": {"url": url}})
-    expected = greedy(case, model, *encode_prompt(model, tokenizer, of(part)), NEW)
+    ids, held = encode_prompt(model, tokenizer, of(part))
+    expected = greedy(case, model, ids, held, NEW)
     assert not set(expected) & set(tokenizer.eos)
     with Running(model, tokenizer) as server:
         said = server.ask(CHAT, messages=of(part), max_tokens=NEW, temperature=0)
@@ -460,10 +481,10 @@ def test_the_server(untyped, load_vision, vision_folders, monkeypatch):
             status, answer = server.request(CHAT, {"messages": messages})
             error = json.loads(answer)["error"]
             assert (status, error["code"]) == (400, code) and message in error["message"]
-        monkeypatch.setattr(zoo.serve.server, "PATCHES", 10**3)
+        monkeypatch.setattr(zoo.serve.prompts, "PATCHES", 10**3)
         assert "more than 1,000 bytes" in server.request(CHAT, {"messages": of(part)})[1]
-        (held,) = server.server._held.values()  # held for the reply, and freed by the next one
-        monkeypatch.setattr(zoo.serve.server, "HELD", held.patches.nbytes - 1)
+        server.server._prompts._held[-1] = held  # as of a request in progress
+        monkeypatch.setattr(zoo.serve.prompts, "HELD", held.patches.nbytes - 1)
         assert server.request(CHAT, {"messages": of(part)})[0] == 503
     (plain,) = in_template_form({"content": [part | {"path": "/etc/passwd"}]}, True)["content"]
     assert plain == part

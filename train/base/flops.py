@@ -59,7 +59,9 @@ def products_per_token(config: AbstractConfig, seq: int) -> Products:
     )
 
 
-def flops_per_token(config: AbstractConfig, seq: int, *, frozen: bool = False, trained: Any = None) -> float:
+def flops_per_token(
+    config: AbstractConfig, seq: int, *, frozen: bool = False, trained: Any = None, headed: bool = False
+) -> float:
     """Counts the floating point operations of training on one token, in sequences of `seq`, as MFU does.
 
     Every weight of a matrix product counts 6: 2 forward and 4 backward. The head and routers count, embedding look-ups
@@ -72,8 +74,10 @@ def flops_per_token(config: AbstractConfig, seq: int, *, frozen: bool = False, t
         trained: the weights that --freeze leaves to be trained, a tree like the model, with None for all others. A
             frozen weight counts 4; or 2 if nothing before it is trained, so that no gradient passes through it. All
             layers are treated as one in this.
+        headed: a head of few weights stands in the place of the output head, and does not count.
     """
     p = products_per_token(config, seq)
+    p = p._replace(head=0.0) if headed else p
     if trained is None:
         return (4.0 if frozen else 6.0) * (p.layers + p.head) + 6.0 * p.attention
     weights, paths = weights_of(config), {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained)}

@@ -152,6 +152,15 @@ def _encode(record: Record, tokenizer: Tokenizer, completions_only: bool) -> lis
     return [Example(ids, mask, whole="completion" in fields)]
 
 
+def with_last(ids: list[int], target: int, pad: int | None) -> tuple[list[int], list[int]]:
+    """Makes a `target` follow a text's ids, for a head that reads the text's last token; returns ids and mask.
+
+    It alone is to be learnt. Tokens at the end that are `pad` are left out, since heads do not count them as text.
+    """
+    end = len(ids) - next((n for n, id in enumerate(reversed(ids)) if id != pad), 0)
+    return [*ids[:end], target], [*[0] * end, 1]
+
+
 def _asked(record: Record, asked: str, answer: str, tokenizer: Tokenizer) -> Record:
     """Returns a question with its answer as a chat, or as a prompt with a completion if there is no chat template."""
     if tokenizer.chat_template is None:

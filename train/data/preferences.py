@@ -7,6 +7,9 @@ pair, 3 and 4 the next one. A pair is
 - for KTO (`unpaired`), where each completion is only labelled desirable or not: the completion after its prompt, and
   the completion of another record after the same prompt. From the latter the loss estimates its baseline. The array
   "desirable" [seq] is 1 in pairs of a desirable completion.
+
+For a reward model (`scored`) documents have all of their tokens, but for `pad` at the end, and only the last token is
+in the `loss_mask`: the model's features there give the document's reward.
 """
 
 import collections
@@ -20,7 +23,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from train.data import pictures
-from train.data.packing import REMEDY, Example, RecordKind, Survey, encode, fill, prompt_of
+from train.data.packing import REMEDY, Example, RecordKind, Survey, encode, fill, prompt_of, with_last
 from train.data.record import BadRecord, Problems, Record
 from train.data.rows import Row
 from zoo.generation.generate import Encoded
@@ -110,7 +113,7 @@ def encode_pairs(record: Record, other: Record, tokenizer: Tokenizer, *, vocab_s
         mixed = [c._replace(completion=others[i % len(others)].completion) for i, c in enumerate(own)]
         return [Pair(example(c), example(m), c.desirable) for c, m in zip(own, mixed, strict=True)]
     if len(own) == 1:
-        raise BadRecord(record.where, " has a completion and a label, which only --loss kto learns from.")
+        raise BadRecord(record.where, " has a completion and a label, which only train.dpo --loss kto learns from.")
     chosen, rejected = map(example, own)
     return [Pair(chosen, rejected, True)]
 
@@ -173,6 +176,8 @@ def pack(
     vocab_size: int,
     seq_len: int,
     unpaired: bool = False,
+    scored: bool = False,
+    pad: int | None = None,
     seed: int | None = None,
 ) -> Iterator[Row]:
     """Packs all records into rows of `seq_len` tokens; the top of this file describes a row.
@@ -187,7 +192,7 @@ def pack(
         numbered = numbered.shuffle(seed=seed)
     before = grain.MapDataset.concatenate([numbered[-1:], numbered[:-1]])
     to_pairs = functools.partial(
-        _columns, tokenizer=tokenizer, vocab_size=vocab_size, unpaired=unpaired, seq_len=seq_len
+        _columns, tokenizer=tokenizer, vocab_size=vocab_size, unpaired=unpaired, scored=scored, pad=pad, seq_len=seq_len
     )
     both = grain.experimental.ZipMapDataset((numbered, before))
     pairs = both.map(to_pairs)  # pyright: ignore[reportArgumentType] (typed as if not zipped)
@@ -199,18 +204,21 @@ def _columns(
     tokenizer: Tokenizer,
     vocab_size: int,
     unpaired: bool,
+    scored: bool,
+    pad: int | None,
     seq_len: int,
 ) -> list[dict[str, Int32[np.ndarray, "length columns"]]]:
     """Returns each pair's columns: token, target, mask of the target, document (0 or 1), position in it, desirable.
 
     For a model with vision there are three more columns: the number of the record, the token's picture and its feature.
-    A document of n tokens has n - 1 targets, so the two documents may have two tokens more than a row.
     """
     found, ((record_number, record), (_, other)) = [], numbered
     for pair in encode_pairs(record, other, tokenizer, vocab_size=vocab_size, unpaired=unpaired):
-        if is_learnt(pair := shorten(pair, seq_len + 2)):
+        if is_learnt(pair := shorten(pair, _room(seq_len, scored))):
             documents = []
             for number, (ids, mask, _, places) in enumerate((pair.first, pair.second)):
+                if scored:
+                    ids, mask = with_last(ids, 0, pad)
                 same = np.ones(len(ids) - 1, int)
                 columns = [ids[:-1], ids[1:], mask[1:], number * same, np.arange(len(same)), pair.desirable * same]
                 if tokenizer.processor is not None:
@@ -219,6 +227,11 @@ def _columns(
                 documents.append(np.array(columns, np.int32).T)
             found.append({"columns": np.concatenate(documents)})
     return found
+
+
+def _room(seq_len: int, scored: bool) -> int:
+    """Returns the most tokens of a pair. A document's last token is only a target, unless it is scored."""
+    return seq_len if scored else seq_len + 2
 
 
 def _named(row: dict[str, np.ndarray]) -> Row:
@@ -235,6 +248,8 @@ def survey(
     vocab_size: int,
     seq_len: int,
     unpaired: bool = False,
+    scored: bool = False,
+    pad: int | None = None,
     sample: int = 1000,
 ) -> Survey:
     """Validates and measures up to `sample` records, evenly spread, as `pack` would pack them.
@@ -256,7 +271,7 @@ def survey(
         with problems.noted():
             found.append(encode_pairs(record, other, tokenizer, **options))
     problems.refuse(len(indices))
-    short = [[shorten(pair, seq_len + 2) for pair in pairs] for pairs in found]
+    short = [[shorten(pair, _room(seq_len, scored)) for pair in pairs] for pairs in found]
     lost = sum(not all(map(is_learnt, pairs)) for pairs in short)
     if not any(map(is_learnt, itertools.chain(*short))):
         raise ValueError(
@@ -264,7 +279,7 @@ def survey(
             f"completion is empty, or its prompt fills half of a row of {seq_len} tokens."
         )
     source: Any = grain.MapDataset.source(looked)
-    rows = pack(source, tokenizer, seq_len=seq_len, **options)
+    rows = pack(source, tokenizer, seq_len=seq_len, scored=scored, pad=pad, **options)
     pairs, lengths_of = list(itertools.chain(*found)), lambda pairs: [(len(a.ids), len(b.ids)) for a, b, _ in pairs]
     sizes = [len(pair.first.ids) + len(pair.second.ids) for pair in pairs]
     lengths = np.quantile(sizes, [0, 0.5, 0.95, 1], method="nearest").tolist()

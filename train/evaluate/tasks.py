@@ -1,13 +1,14 @@
 """Evaluation during runs: questions from the user's files or from lm-eval, which the model answers as it learns.
 
 A file has one JSON object a line: `prompt`, a string or a list of messages; `answer`, a string or a list of accepted
-strings; and optionally `match`, the way in which answers are compared. `train.evaluate.harness` has lm-eval's tasks.
+strings; and optionally `match`, the way in which answers are compared. `zoo.evaluation` has lm-eval's tasks.
 """
 
 import functools
+import itertools
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -19,9 +20,9 @@ from train.base.goodput import clock
 from train.data import rewards
 from train.data.prompts import Prompt, encode
 from train.data.records import Record, open_records
-from train.evaluate.harness import Harness
 from train.evaluate.task import WRONG, Task, TaskOptions, Wrong
 from train.state.mesh import generating
+from zoo import evaluation
 from zoo.generation.engine import Completion, Engine, bucket
 from zoo.generation.sampling import Sampling
 from zoo.nn.model import AbstractConfig, AbstractModel
@@ -30,6 +31,7 @@ from zoo.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 ROWS = 32  # answers that are written at a time, if the memory suffices
+LIMIT = 200  # questions of a task of lm-eval, from its beginning; `zoo.evaluate` asks all, of the exported model
 MATCHES: dict[str, rewards.Reward] = {"exact": rewards.exact, "number": rewards.number}
 
 
@@ -90,7 +92,7 @@ def find(name: str, options: TaskOptions, tokenizer: Tokenizer, config: Abstract
     """Returns the task for one name of --eval-tasks."""
     if pathlib.Path(name).suffix in (".jsonl", ".json"):
         return Questions(pathlib.Path(name), options, tokenizer, config)
-    return Harness(name, options, tokenizer, config)
+    return Harness(name, options, tokenizer)
 
 
 # ======================================================================================================================
@@ -183,3 +185,43 @@ def is_number(answer: str) -> bool:
     """Whether an answer is a number, or has one marked, like answers of GSM8K ("#### 72") and MATH (\\boxed{72})."""
     marked = re.search(r"####|\\boxed", answer) or re.fullmatch(rewards.NUMBER, answer.strip())
     return bool(marked) and rewards.value(answer) is not None
+
+
+# ======================================================================================================================
+# Tasks of lm-eval.
+# ======================================================================================================================
+
+
+class Harness:
+    """Tasks of lm-eval by one name (`zoo.evaluation.Tasks`). The metrics are `eval_TASK/METRIC`, as `zoo.evaluate`'s.
+
+    Raises:
+        ImportError, ValueError: lm-eval is not installed, or has no such task.
+    """
+
+    def __init__(self, name: str, options: TaskOptions, tokenizer: Tokenizer):
+        try:
+            self._tasks = evaluation.Tasks(name)
+        except (ImportError, ValueError) as error:
+            raise type(error)(f"--eval-tasks: {error} A file of questions ends in .jsonl.") from error
+        self.name, self._tokenizer, self._tokens = f"eval_{pathlib.Path(name).stem}", tokenizer, options.eval_tokens
+        self._wrong: list[Wrong] = []
+
+    def evaluate(self, model: AbstractModel, rows: int, told: Callable[[int, int], None]) -> dict[str, float]:
+        results = self._tasks.run(
+            model, self._tokenizer, limit=LIMIT, batch=rows, max_new_tokens=self._tokens, told=told, bootstrap=0
+        )
+        self._wrong = list(itertools.islice(wrong(results["samples"]), WRONG))
+        return {f"eval_{name}": value for name, value in evaluation.metrics(results).items()}
+
+    def wrong(self) -> Sequence[Wrong]:
+        return self._wrong
+
+
+def wrong(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Wrong]:
+    """Yields the answers whose first metric is 0, from the samples that lm-eval logs."""
+    for sample in itertools.chain(*samples.values()):
+        if sample[sample["metrics"][0]] == 0:
+            resps = sample["filtered_resps"]
+            text = resps[0] if len(resps) == 1 else f"log-likelihoods: {[value for value, *_ in resps]}"
+            yield Wrong(sample["arguments"][0][0], str(text), str(sample["target"]))

@@ -17,10 +17,11 @@ from train.base.places import here
 from train.planning.ahead import Compiled, Program, device_bytes
 from zoo import lora
 from zoo.generation import decoding
-from zoo.generation.engine import AT_ONCE, bucket
+from zoo.generation.decoding import CHUNK, bucket, most_together
 from zoo.generation.sampling import settings
 from zoo.nn.cache import partition_specs, split_over
 from zoo.nn.model import AbstractConfig
+from zoo.nn.rows import windows
 from zoo.surgery import cast
 
 
@@ -35,12 +36,8 @@ class RolloutPrograms(NamedTuple):
     beside: int  # bytes that a device holds meanwhile: model, optimizer, reference; not the arrays that sampling reads
 
     def needed(self, prefill: Compiled, advance: Compiled) -> int:
-        """Returns the bytes that a device needs: the larger number of the two programs.
-
-        Results of `prefill` stay until all samples of their group have a row.
-        """
-        rows = device_bytes(self.advance.kinds["cache"])
-        return self.beside + max(prefill.needed + rows, advance.needed + prefill.results)
+        """Returns the bytes that a device needs: the larger number of the two programs."""
+        return self.beside + max(prefill.needed, advance.needed)
 
 
 def sampling(
@@ -72,10 +69,12 @@ def sampling(
 
     prompt, cache = seq + 1 - max_new_tokens, None if cache_dtype == "auto" else cache_dtype
     most = bucket(prompt) + max_new_tokens
-    groups = bucket(min(AT_ONCE, math.ceil(rows / group)), 1)
+    read_at_once = bucket(min(prompt, CHUNK))
+    groups = bucket(min(most_together(read_at_once), math.ceil(rows / group)), 1)
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
-    empty = eqx.filter_eval_shape(lambda m: decoding.init_caches(m, None, rows, most, cache), model)
+    layout = decoding.layout_of(model, None, rows, most, mesh.shape, STRIDE)
+    empty = eqx.filter_eval_shape(lambda m: decoding.init_caches(m, None, rows, most, cache, layout), model)
     caches = jax.tree.map(lambda a, spec: at(a, rows_of(spec)), empty, partition_specs(empty, mesh.shape))
     split = NamedSharding(mesh, P(split_over(rows, BATCH, mesh.shape)))
     logits = jax.ShapeDtypeStruct((rows, config.vocab_size), jnp.float32, sharding=split)
@@ -85,18 +84,22 @@ def sampling(
         return decoding.Rows(numbers, numbers, numbers, keys, settings([zoo.Sampling()] * rows))
 
     described = jax.tree.map(lambda a: at(a, everywhere), jax.eval_shape(table))
-    read = lambda m, prompts, lengths: decoding.prefill.__wrapped__(m, None, prompts, lengths, most, cache)
+    tables = [ints(rows, layout.width) for _ in windows(empty)] if layout else []
+    drawn: Any = (at(ints(rows, most), split), caches, logits)
+    chunk: Any = (ints(groups), ints(groups, read_at_once), ints(groups), ints(groups))
 
-    def advance(inputs: Any, drawn: Any, enough: Any) -> Any:
-        tokens, caches, logits = drawn
-        return decoding.advance.__wrapped__(inputs, decoding.State(tokens, caches, logits, None), STRIDE, enough)
+    def read(model: Any, chunk: Any, tables: Any, drawn: Any) -> Any:
+        inputs = (model, None), decoding.Reading(*chunk), tables
+        return decoding.read.__wrapped__(inputs, decoding.State(drawn[0], drawn[1], drawn[2], None))
 
-    drawn = (at(ints(rows, most), split), caches, logits)
+    def advance(model: Any, stops: Any, table: Any, tables: Any, drawn: Any, enough: Any) -> Any:
+        inputs = (model, None), stops, table, tables
+        return decoding.advance.__wrapped__(inputs, decoding.State(drawn[0], drawn[1], drawn[2], None), STRIDE, enough)
+
     with jax.set_mesh(mesh):
-        decode = jax.jit(advance, donate_argnums=1, compiler_options=compile_options("decode"))
-    prompts = (model, ints(groups, bucket(prompt)), ints(groups))
+        decode = jax.jit(advance, donate_argnums=4, compiler_options=compile_options("decode"))
     return RolloutPrograms(
-        Program(jax.jit(read), prompts, {}),
-        Program(decode, ((model, ints(1), described), drawn, ints()), {"cache": drawn}),
+        Program(jax.jit(read, donate_argnums=3), (model, chunk, tables, drawn), {}),
+        Program(decode, (model, ints(1), described, tables, drawn, ints()), {"cache": drawn}),
         beside,
     )

@@ -16,9 +16,13 @@ from train.run.start import start
 from train.state import state
 from train.state.state import Lora
 from train.step.task import Task
+from zoo.nn.heads import AbstractHead, Kind
 from zoo.nn.model import AbstractConfig, AbstractModel
+from zoo.registry import family_of
 from zoo.source import Source
+from zoo.surgery import shardings, with_head
 from zoo.text.tokenizer import Tokenizer
+from zoo.weights.heads import is_classifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,17 +57,39 @@ def resolve(options: O, config: AbstractConfig, *, width_lr: float) -> O:
     return defaults.resolve(options, config, width_lr=width_lr, weight_decay=0.0 if options.lora.rank else 0.1)
 
 
-def load(options: FineTuningOptions, model: Source, mesh: Mesh) -> AbstractModel:
-    """Loads the model that the options name, placed on the mesh; with new adapters if --lora.rank is given."""
+def load(options: FineTuningOptions, model: Source, mesh: Mesh, head: AbstractHead | None = None) -> AbstractModel:
+    """Loads the model that the options name, placed on the mesh; with new adapters if --lora.rank is given.
+
+    With a `head`, it gets the checkpoint's own head of that kind; or `head`, if the checkpoint has none.
+    """
     if options.lora.rank:
-        return state.add_adapters(load_frozen(options, model, mesh), options.lora, mesh, seed=options.seed)
-    return zoo.load(model, mesh=mesh, parts=options.parts)
+        frozen = load_frozen(options, model, mesh, head)
+        return state.add_adapters(frozen, options.lora, mesh, seed=options.seed)
+    return _with_head(zoo.load(model, mesh=mesh, parts=options.parts, head=_stored(model, head)), mesh, head)
 
 
-def load_frozen(options: FineTuningOptions, model: Source, mesh: Mesh) -> AbstractModel:
+def load_frozen(
+    options: FineTuningOptions, model: Source, mesh: Mesh, head: AbstractHead | None = None
+) -> AbstractModel:
     """Loads the model that the options name, for use without training it: in --compute-dtype, or quantized."""
     quantize, dtype = None if options.quantize == "none" else options.quantize, options.step.compute_dtype
-    return zoo.load(model, dtype=dtype, quantize=quantize, mesh=mesh, parts=options.parts)
+    loaded = zoo.load(model, dtype=dtype, quantize=quantize, mesh=mesh, parts=options.parts, head=_stored(model, head))
+    return _with_head(loaded, mesh, head)
+
+
+def _stored(model: Source, head: AbstractHead | None) -> Kind | None:
+    """Returns the head to load: of `head`'s kind if the checkpoint has one, or else one without weights."""
+    if head is None:
+        return None
+    return head.kind if head.kind == "embedding" or is_classifier(model.config_json) else "embedding"
+
+
+def _with_head(model: AbstractModel, mesh: Mesh, head: AbstractHead | None) -> AbstractModel:
+    """Gives a loaded model the `head`, in float32 and placed on the mesh, unless it has one of that kind."""
+    if head is None or (model.head is not None and model.head.kind == head.kind):
+        return model
+    model = with_head(model, head)
+    return jax.device_put(model, shardings(model, family_of(model).partition_rules, mesh))
 
 
 def run(
@@ -74,19 +100,20 @@ def run(
     task: Task,
     *,
     data: Mapping[str, Any],
+    head: AbstractHead | None = None,
 ) -> None:
     """Trains the model that the options name, or its adapters.
 
-    `data` is the identity of the data, which must not change until the run has ended.
+    `data` is the identity of the data, which must not change until the run has ended. `head` is that of `load`.
     """
-    identity = folder.identity(options.model, model.config, data, options.parts, tokenizer.other_template)
+    identity = folder.identity(options.model, model.config, data, options.parts, tokenizer.other_template, head)
     identity |= {"lora": options.lora.identity(), "quantize": options.quantize, "revision": options.revision}
     if options.lora.rank or options.freeze or task.reference is not None:  # a resumed run reads its first model again
         identity["weights"] = folder.weights_hash(model)
     with jax.set_mesh(mesh):
         trained = state.prepare(
-            functools.partial(load, options, model, mesh), options.model, model.config, mesh, options.step,
-            options.state, freeze=options.freeze, adapters=options.lora.rank > 0, parts=options.parts,
+            functools.partial(load, options, model, mesh, head), options.model, model.config, mesh, options.step,
+            options.state, freeze=options.freeze, adapters=options.lora.rank > 0, parts=options.parts, head=head,
         )  # fmt: skip
         if started := start(options, trained, task, mesh, tokenizer, identity):
             loop.train(started)

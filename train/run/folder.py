@@ -24,12 +24,14 @@ from train.state.checkpoint import DATA
 from train.state.state import Trained
 from train.watch.page import RUN
 from zoo.config import write as write_config
+from zoo.nn.heads import AbstractHead
 from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.registry import family_of
 from zoo.source import Source
 from zoo.surgery import cast
 from zoo.text.tokenizer import Tokenizer
 from zoo.weights import peft
+from zoo.weights.heads import config_keys
 
 
 ROOT = pathlib.Path("runs")
@@ -152,16 +154,18 @@ def identity(
     data: Mapping[str, Any],
     parts: Sequence[str] = (),
     template: str | None = None,
+    head: AbstractHead | None = None,
 ) -> dict[str, Any]:
     """Returns everything that must not change in a run between checkpoints, with all that its export needs.
 
-    `template` is the chat template that replaces the model's own.
+    `template` is the chat template that replaces the model's own, and `head` is the model's.
     """
     model = str(pathlib.Path(name).resolve()) if pathlib.Path(name).is_dir() else name
     hub = write_config(config, family_of(config), export_dtype(config))
+    hub |= config_keys(head, hub, config.source) if head else {}
     # The model's optional parts. "mtp" is always there, since checkpoints of earlier versions always have it.
     found = {"model": model, "config": hub, "data": dict(data), "mtp": False} | dict.fromkeys(parts, True)
-    return found | ({"template": template} if template else {})
+    return found | ({"template": template} if template else {}) | ({"head": head.kind} if head else {})
 
 
 def weights_hash(source: Source) -> str:

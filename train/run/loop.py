@@ -78,7 +78,7 @@ def train(run: Run) -> pathlib.Path:
     if reason:
         stopped(reason, run.n)
     exported = folder.export(run.out, run.model(), run.trained, run.tokenizer, run.manifest["identity"])
-    report.result(exported, run.n, run.validation, watch.path)
+    report.result(exported, run.n, run.validation, watch.path, head=run.trained.abstract.head)
     return exported
 
 

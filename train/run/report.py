@@ -19,6 +19,7 @@ from train.evaluate.validation import Validation, best
 from train.run.options import Options
 from train.watch import page
 from train.watch.plot import plot_losses
+from zoo.nn.heads import AbstractHead
 from zoo.text.tokenizer import Tokenizer
 
 
@@ -101,7 +102,9 @@ def run(options: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, 
     rows("Mesh", devices(mesh))
 
 
-def result(exported: pathlib.Path, step: int, validation: Validation, metrics: pathlib.Path) -> None:
+def result(
+    exported: pathlib.Path, step: int, validation: Validation, metrics: pathlib.Path, *, head: AbstractHead | None
+) -> None:
     """Prints the validation metric, and how to load the model or adapter exported from `step`; plots the losses.
 
     Only process 0 does so.
@@ -115,7 +118,8 @@ def result(exported: pathlib.Path, step: int, validation: Validation, metrics: p
         name = {"validation_loss": "Validation loss"}.get(validation.metric, validation.metric)
         rich.print(f"{name}: {found[0][1]:.3f} at first, {best(validation.metric, found)[1]:.3f} at best{own}.")
     plot_losses(metrics, curve)
-    how = f'zoo.peft.load(model, "{exported}")' if kind == "adapter" else f'zoo.load("{exported}")'
+    headed = f', head="{head.kind}"' if head else ""
+    how = f'zoo.peft.load(model, "{exported}")' if kind == "adapter" else f'zoo.load("{exported}"{headed})'
     rich.print(f"The loss curve is {curve}, the report {curve.with_name(page.REPORT)}. The {kind} loads with {how}.")
 
 

@@ -116,7 +116,10 @@ def start(
         out, manifest, trained, task, mesh, tokenizer, recipe,
         step=jit_train_step(state, recipe),
         steps=options.optim.steps,
-        flops=flops_per_token(trained.config, options.step.seq_len, frozen=trained.adapters, trained=left),
+        flops=flops_per_token(
+            trained.config, options.step.seq_len, frozen=trained.adapters, trained=left,
+            headed=trained.abstract.head is not None,
+        ),
         eval_every=eval_every,
         sample_every=options.watch.sample_every,
         save_every=eval_every if options.validation.keeps_best else options.checkpoints.save_every,

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +17,12 @@ from jaxtyping import Array, Int, Shaped
 from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR, split
 from train.data.rows import Share
 from zoo.mesh import AXES
+from zoo.nn.heads import AbstractHead
 from zoo.nn.layers import AbstractExpertLinear
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Stack
 from zoo.registry import family_of
-from zoo.surgery import cast, modules, shardings
+from zoo.surgery import cast, modules, shardings, with_head
 from zoo.weights.checkpoint import skeleton
 
 
@@ -66,9 +68,15 @@ def across_nodes(mesh: Mesh, axis: str) -> bool:
     return bool(np.any(nodes != nodes[0]))
 
 
-def abstract_model(config: AbstractConfig, family: Family, mesh: Mesh, parts: Sequence[str] = ()) -> AbstractModel:
-    """Returns the shapes of a model's float32 parameters with their shardings. `parts` are names in `family.parts`."""
+def abstract_model(
+    config: AbstractConfig, family: Family, mesh: Mesh, parts: Sequence[str] = (), head: AbstractHead | None = None
+) -> AbstractModel:
+    """Returns the shapes of a model's float32 parameters with their shardings.
+
+    `parts` are names in `family.parts`. A `head` stands in the place of the output embeddings.
+    """
     model = skeleton(family, config, parts)
+    model = model if head is None else with_head(model, eqx.filter_eval_shape(lambda: head))
     places = shardings(model, family.partition_rules, mesh)
     return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
 

@@ -23,6 +23,7 @@ from train.state.mesh import abstract_model, check_mesh
 from train.state.offload import host
 from train.state.remat import StepOptions
 from zoo import lora
+from zoo.nn.heads import AbstractHead
 from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.quantized import quantize_training
 from zoo.registry import family_of
@@ -99,10 +100,14 @@ def prepare(
     freeze: Sequence[str] = (),
     adapters: bool = False,
     parts: Sequence[str] = (),
+    head: AbstractHead | None = None,
 ) -> Trained:
     """Prepares the model that `load()` returns for training: splits off its frozen weights, and quantizes for --matmul.
 
-    With `adapters`, its adapters are trained; otherwise all of its weights but those that match `freeze`.
+    With `adapters`, its adapters and its head are trained; otherwise all of its weights but those that match `freeze`.
+
+    Args:
+        head: the model's, or one like it.
 
     Raises:
         ValueError: the mesh does not divide the model, or --freeze or --weights-dtype does not fit it.
@@ -120,7 +125,7 @@ def prepare(
             )
         model, frozen = lora.split(prepared(load()))
         return Trained(name, config, model, lambda: model, frozen, adapters=True)
-    abstract = prepared(abstract_model(config, family, mesh, parts))
+    abstract = prepared(abstract_model(config, family, mesh, parts, head))
     if not freeze:
         return Trained(name, config, abstract, lambda: prepared(load()))
     # Trained weights are loaded again when they are needed; otherwise the run would hold its first weights all along.

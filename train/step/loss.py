@@ -146,6 +146,16 @@ def kto_baseline(mismatched: Float[Array, "*completions"], present: Bool[Array, 
     return jax.lax.stop_gradient(jnp.maximum(total / jnp.maximum(jnp.sum(present.astype(total.dtype)), 1), 0))
 
 
+def bradley_terry(
+    chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, centre: float = 0.0
+) -> Float[Array, "*pairs"]:
+    """Computes the loss of a reward model, arXiv:2203.02155, eq. 1: -log sigmoid(chosen - rejected), of two rewards.
+
+    `centre` is the weight of (chosen + rejected)^2, which keeps rewards near 0 (arXiv:2312.09244, section 3).
+    """
+    return -jax.nn.log_sigmoid(chosen - rejected) + centre * jnp.square(chosen + rejected)
+
+
 # ======================================================================================================================
 # Policy gradients. A row is one sampled sequence. `mask` is 1 at the tokens that were sampled.
 # ======================================================================================================================

@@ -1,11 +1,13 @@
-"""Compiles the three functions of continuous batching: `prefill`, `insert` and `advance`. `Engine` calls them.
+"""Compiles the functions of continuous batching, which `Engine` calls: `read` and `advance`, which run the model, and
+`take`, `put` and `copy`, by which rows go on from what was read before.
 
 With a draft, `Engine` calls `zoo.generation.speculative.advance` instead of `advance`. Functions that change the state
 take all other arrays as one first argument, `inputs`: `donate="all-except-first"` lets XLA reuse the state's memory.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -20,11 +22,17 @@ import zoo.nn.cache
 from kernels.backends.compile_options import compile_options
 from kernels.backends.device import Device, device
 from kernels.mesh import BATCH
-from zoo.generation.sampling import HostArray, Settings
+from zoo.generation.pages import Layout
+from zoo.generation.sampling import Settings
+from zoo.nn import rows
 from zoo.nn.cache import AbstractCache, partition_specs, split_over
 from zoo.nn.model import AbstractModel, Images
+from zoo.nn.rows import HostArray
 
 
+AT_ONCE = 8  # most rows that read together
+CHUNK = 512  # most tokens that a row reads at a time
+PAGE = 64  # positions of a page
 T = TypeVar("T")
 
 
@@ -51,6 +59,31 @@ class Rows(eqx.Module):
     settings: Settings
 
 
+class Reading(eqx.Module):
+    """Tokens that some rows of the batch read at once: `lengths` new tokens of each, from position `starts` on.
+
+    A number in `rows` that no row has fills the arrays up to a shape that is compiled, with no tokens to read.
+    """
+
+    rows: Int[HostArray, " rows"]
+    tokens: Int[HostArray, "rows seq"]
+    starts: Int[HostArray, " rows"]
+    lengths: Int[HostArray, " rows"]
+    images: Images | None = None  # of these tokens
+
+
+class RowState(eqx.Module):
+    """The arrays that a row has of its own after a text. With them and its pages, another row goes on from there."""
+
+    caches: tuple[Any, Any]  # None in place of what lies in pages
+    logits: Float[Array, "1 vocab"]
+    draft_state: Any
+
+
+Tables = Sequence[Int[HostArray, "batch pages"]]
+"""The pages of each row, for each window of `zoo.nn.rows.windows`."""
+
+
 class Drawn(eqx.Module):
     """New tokens: the first `count` of each row are valid, and took `calls` calls of the model."""
 
@@ -70,12 +103,59 @@ def room(draft: Any, max_tokens: int) -> int:
     return max_tokens + (0 if draft is None else draft.num_draft_tokens + 1)
 
 
+def layout_of(
+    model: AbstractModel,
+    draft: Any,
+    batch: int,
+    max_tokens: int,
+    sizes: Mapping[str, int],
+    stride: int,
+    chunk: int = CHUNK,
+    cache_tokens: int | None = None,
+    page: int = PAGE,
+) -> Layout | None:
+    """Lays out the pages of `batch` rows on a mesh whose axes have these `sizes`; see `Engine` for the arguments.
+
+    None where the mesh splits rows: each device then has memory for its own rows, whatever their texts need.
+    """
+    if math.prod(sizes[axis] for axis in split_over(batch, BATCH, sizes)) > 1:
+        return None
+    size, at_once = room(draft, max_tokens), max(chunk, model.config.cache_limit or 0, room(draft, stride))
+    slots = min(page, bucket(size, 8))
+    width = -(-size // slots)
+    all_rows = (batch + min(batch, AT_ONCE)) * width  # prompts whose samples wait have as much as some rows
+    count = all_rows if cache_tokens is None else max(width, -(-cache_tokens // slots))
+    return Layout(batch, slots, width, count, at_once)
+
+
+def most_together(seq: int) -> int:
+    """Returns the number of rows that read together, if they read chunks that are padded to `seq` tokens.
+
+    That keeps a device busy. More would only leave a CPU's caches: it takes 4 x 512 tokens a third longer than one by
+    one.
+    """
+    return AT_ONCE if device().platform != "cpu" else max(1, min(AT_ONCE, 1024 // seq))
+
+
+def bucket(size: int, least: int = 16) -> int:
+    """Returns the next power of two, to which arrays are padded so that few shapes are compiled."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
 def init_caches(
-    model: AbstractModel, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None
+    model: AbstractModel,
+    draft: Any,
+    batch: int,
+    max_tokens: int,
+    cache_dtype: DTypeLike | None,
+    layout: Layout | None = None,
 ) -> tuple[Any, Any]:
-    """Makes the caches of the model and of the draft (None without a draft)."""
+    """Makes the caches of the model and of the draft (None without a draft), in pages if there is a `layout`."""
     size = room(draft, max_tokens)
-    cache = lambda model: zoo.nn.cache.init_cache(model, batch, size, cache_dtype, widen=size - max_tokens)
+    options: Any = dict(widen=size - max_tokens) | (
+        {} if layout is None else dict(pages=layout.pages, slots=layout.slots)
+    )
+    cache = lambda model: zoo.nn.cache.init_cache(model, batch, size, cache_dtype, **options)
     return cache(model), None if draft is None else cache(draft)
 
 
@@ -92,67 +172,85 @@ def check_rewinds(model: AbstractModel) -> None:
 
 
 @eqx.filter_jit
-def prefill(
+def init_state(
     model: AbstractModel,
     draft: Any,
-    prompts: Int[HostArray, "batch seq"],
-    lengths: Int[HostArray, " batch"],
+    batch: int,
     max_tokens: int,
     cache_dtype: DTypeLike | None,
-    images: Images | None = None,
-) -> State:
-    """Prefills right-padded prompts into new caches. Padding gets position -1, which a cache does not store."""
-    cache, draft_cache = init_caches(model, draft, len(prompts), max_tokens, cache_dtype)
-    indices = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    positions = jnp.where(indices < lengths[:, None], indices, -1)
-    x, cache, _ = model.hidden(jnp.asarray(prompts), cache, positions=positions, images=images)
-    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    logits = model.unembed(last)[:, 0].astype(jnp.float32)
-    draft_state, draft_cache = (None, None) if draft is None else draft.prefill(x, prompts, lengths, draft_cache)
-    tokens = jnp.pad(prompts, ((0, 0), (0, room(draft, max_tokens) - prompts.shape[1])))
-    return State(tokens, (cache, draft_cache), logits, draft_state)
-
-
-@eqx.filter_jit
-def init_state(
-    model: AbstractModel, draft: Any, batch: int, max_tokens: int, cache_dtype: DTypeLike | None, mesh: Any
+    mesh: Any,
+    layout: Layout | None = None,
 ) -> State:
     """Makes the state of a batch of free rows. On a mesh, rows and heads are split like those of activations."""
 
     def placed(x: Array, *axes: Any) -> Array:
         return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
-    caches = init_caches(model, draft, batch, max_tokens, cache_dtype)
-    rows: Any = ()
+    caches = init_caches(model, draft, batch, max_tokens, cache_dtype, layout)
+    batch_axes: Any = ()
     if mesh is not None:
         specs = partition_specs(caches, mesh.shape)
         caches = jax.tree.map(lambda x, spec: placed(x, *spec), caches, specs)
-        rows = split_over(batch, BATCH, mesh.shape)
+        batch_axes = split_over(batch, BATCH, mesh.shape)
     draft_state = None if draft is None else draft.init_state(batch)
     tokens = jnp.zeros((batch, room(draft, max_tokens)), jnp.int32)
     logits = jnp.zeros((batch, model.config.vocab_size), jnp.float32)
-    tokens, logits, draft_state = jax.tree.map(lambda x: placed(x, rows), (tokens, logits, draft_state))
+    tokens, logits, draft_state = jax.tree.map(lambda x: placed(x, batch_axes), (tokens, logits, draft_state))
     return State(tokens, caches, logits, draft_state)
 
 
 @eqx.filter_jit(donate="all-except-first")
-def insert(inputs: tuple[State, Int[HostArray, "batch 2"], Int[HostArray, ""]], state: State) -> State:
-    """Copies rows of another state into `state`. `inputs`: the other state, pairs (row there, row here), their count.
+def read(inputs: tuple[tuple[AbstractModel, Any], Reading, Tables], state: State) -> State:
+    """Reads tokens of some rows into the rows' caches, and computes the logits after the last of them.
 
-    A cache's row is copied whole. Entries that the new prompt has not written are at later positions than the sequence
-    has reached, so causality hides them.
+    `inputs`: the model and the draft (None without one), the tokens, and the rows' pages.
     """
-    new, pairs, count = inputs
+    (model, draft), new, tables = inputs
+    index, caches = jnp.broadcast_to(jnp.arange(new.tokens.shape[1]), new.tokens.shape), state.caches
+    positions = jnp.where(index < new.lengths[:, None], new.starts[:, None] + index, -1)
+    caches = rows.with_tables(caches, tables)
+    cache, draft_cache = rows.select(caches, new.rows)
+    x, cache, _ = model.hidden(jnp.asarray(new.tokens), cache, positions=positions, images=new.images)
+    last = jnp.take_along_axis(x, jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)
+    logits = model.unembed(last)[:, 0].astype(jnp.float32)
+    draft_state = None
+    if draft is not None:
+        past = jax.tree.map(lambda a: a.at[new.rows].get(mode="clip"), state.draft_state)
+        draft_state, draft_cache = draft.read(x, new, past, draft_cache)
+    put = lambda old, new_rows: old.at[new.rows].set(new_rows)
+    logits, draft_state = jax.tree.map(put, (state.logits, state.draft_state), (logits, draft_state))
+    at = jnp.where(positions < 0, state.tokens.shape[1], positions)
+    tokens = state.tokens.at[new.rows[:, None], at].set(new.tokens)
+    return State(tokens, rows.replace(caches, new.rows, (cache, draft_cache)), logits, draft_state)
 
-    def copy(n: Array, state: State) -> State:
-        source, target = pairs[n]
-        cached = lambda old, new: old.at[:, target].set(new[:, source]) if old.ndim else old
-        row = lambda old, new: old.at[target].set(new[source])
-        rest = lambda state: (state.tokens, state.logits, state.draft_state)
-        tokens, logits, draft_state = jax.tree.map(row, rest(state), rest(new))
-        return State(tokens, jax.tree.map(cached, state.caches, new.caches), logits, draft_state)
 
-    return jax.lax.fori_loop(0, count, copy, state)
+@eqx.filter_jit
+def take(state: State, row: Int[HostArray, ""]) -> RowState:
+    """Copies what a row has of its own."""
+    one = lambda a: jax.lax.dynamic_slice_in_dim(a, row, 1)
+    return RowState(rows.own(state.caches, row), *jax.tree.map(one, (state.logits, state.draft_state)))
+
+
+@eqx.filter_jit(donate="all-except-first")
+def put(inputs: tuple[RowState | None, Int[HostArray, " seq"], Int[HostArray, " rows"]], state: State) -> State:
+    """Puts what a row had of its own (None: nothing), and its tokens, into these rows. A number that no row has is left
+    out.
+
+    What the new text has not written is at later positions than it has reached, so causality hides it.
+    """
+    one, text, to = inputs
+    state = eqx.tree_at(lambda s: s.tokens, state, state.tokens.at[to].set(text))
+    if one is None:
+        return state
+    into = lambda old, new: old.at[to].set(new)
+    rest = jax.tree.map(into, (state.logits, state.draft_state), (one.logits, one.draft_state))
+    return State(state.tokens, rows.with_own(state.caches, to, one.caches), *rest)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def copy(pairs: Sequence[Int[HostArray, "pairs 2"]], state: State) -> State:
+    """Copies pages, for each pair to the first from the second, for each window of `zoo.nn.rows.windows`."""
+    return eqx.tree_at(lambda s: s.caches, state, rows.copy_pages(state.caches, pairs))
 
 
 def compiled(function: Callable[..., T]) -> Callable[..., T]:
@@ -168,11 +266,17 @@ def compiled(function: Callable[..., T]) -> Callable[..., T]:
 
 @compiled
 def advance(
-    inputs: tuple[AbstractModel, Int[HostArray, " stops"], Rows], state: State, steps: int, enough: Int[HostArray, ""]
+    inputs: tuple[tuple[AbstractModel, None], Int[HostArray, " stops"], Rows, Tables],
+    state: State,
+    steps: int,
+    enough: Int[HostArray, ""],
 ) -> tuple[State, Drawn]:
-    """Decodes up to `steps` tokens in each row, and stops early once at most `enough` rows have more to draw."""
-    model, stops, rows = inputs
-    batch, keys = len(rows.left), jax.random.wrap_key_data(jnp.asarray(rows.keys))
+    """Decodes up to `steps` tokens in each row, and stops early once at most `enough` rows have more to draw.
+
+    A row that has no more to draw stays as it is, so that it may go on later.
+    """
+    (model, _), stops, table, pages = inputs
+    batch, keys = len(table.left), jax.random.wrap_key_data(jnp.asarray(table.keys))
 
     def unfinished(carry: Any) -> Array:
         n, left, _, _ = carry
@@ -181,22 +285,24 @@ def advance(
     def body(carry: Any) -> Any:
         n, left, state, drawn = carry
         live, (cache, _) = left > 0, state.caches
-        at = jnp.where(live, rows.positions + n, -1)  # rows that have ended are padding
-        logits = rows.settings.penalized(state.logits, state.tokens, rows.positions - rows.drawn, at)
-        token = rows.settings.draw(logits, jax.vmap(jax.random.fold_in)(keys, rows.drawn + n))
+        at = jnp.where(live, table.positions + n, -1)  # rows that have ended are padding
+        logits = table.settings.penalized(state.logits, state.tokens, table.positions - table.drawn, at)
+        token = table.settings.draw(logits, jax.vmap(jax.random.fold_in)(keys, table.drawn + n))
         tokens = write(state.tokens, token[:, None], at[:, None])
         put = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, n))
         new = Drawn(
             put(drawn.tokens, token),
-            put(drawn.logprobs, logprob(rows.settings.scaled(state.logits), token)),
+            put(drawn.logprobs, logprob(table.settings.scaled(state.logits), token)),
             drawn.count + live.astype(jnp.int32),
             drawn.calls + live.astype(jnp.int32),
         )
         left = jnp.where(jnp.any(token[:, None] == stops[None], axis=-1), 0, jnp.maximum(left - 1, 0))
         logits, cache = model.decode(token[:, None], cache, positions=at[:, None])
-        return n + 1, left, State(tokens, (cache, None), logits[:, 0].astype(jnp.float32), None), new
+        logits = jnp.where(live[:, None], logits[:, 0].astype(jnp.float32), state.logits)
+        return n + 1, left, State(tokens, (cache, None), logits, None), new
 
-    start = (jnp.array(0), rows.left, state, Drawn.init(batch, steps))
+    state = eqx.tree_at(lambda s: s.caches, state, rows.with_tables(state.caches, pages))
+    start = (jnp.array(0), table.left, state, Drawn.init(batch, steps))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
     return state, drawn
 

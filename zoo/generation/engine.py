@@ -1,14 +1,15 @@
 """Continuous batching: decodes any number of prompts, of any lengths, together in a batch of fixed size.
 
-A row whose sequence has ended takes the next sequence from the queue, while the other rows go on. Three compiled
-functions do the work (`zoo.generation.decoding`): `prefill` processes prompts into caches of their own, `insert` copies
-these into rows of the batch, once for each sample, and `advance` decodes (with a draft,
-`zoo.generation.speculative.advance`). `Engine` keeps the queue, and a list of which sequence is in which row.
+A row whose sequence has ended takes the next sequence from the queue, while the other rows go on. Compiled functions do
+the work (`zoo.generation.decoding`): `read` reads prompts into the rows' caches, and `advance` decodes (with a draft,
+`zoo.generation.speculative.advance`). `Engine` keeps the queue, a list of which sequence is in which row, and the books
+of the caches' pages (`zoo.generation.pages`) and of texts that others go on from (`zoo.generation.prefixes`).
 """
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+import itertools
+from collections.abc import Hashable, Sequence
 from typing import Unpack
 
 import equinox as eqx
@@ -18,16 +19,19 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Int, PRNGKeyArray
 
-from zoo.generation import decoding, speculative
-from zoo.generation.decoding import Rows, State, check_rewinds, init_state, insert, prefill
+from zoo.generation import constraints, decoding, speculative
+from zoo.generation.constraints import AbstractConstraint
+from zoo.generation.decoding import CHUNK, PAGE, Drawn, Reading, Rows, bucket, init_state, read, room, take
+from zoo.generation.pages import Pool, Table
+from zoo.generation.prefixes import Prefix, Prefixes, ends_of_chunks, keys_of_chunks
 from zoo.generation.sampling import Sampling, SamplingOptions, settings
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images, pad_patches, require_vision
+from zoo.nn.rows import all_in_pages, windows
 from zoo.weights.gather import gathered
 
 
 PADDING = 512  # the most by which the vocabulary sizes of model and draft may differ, through padding
-AT_ONCE = 8  # prompts in one prefill: enough to keep a device busy; each needs a cache beside the batch's
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,7 +41,8 @@ class Completion:
     `tokens` include the stop token that ended the completion, and `ended` says whether there is one. `logprobs` are log
     softmax(logits / temperature) of each token, without penalties and filters (`top_k`, ...); at temperature 0, log
     softmax(logits). `calls` is the number of calls of the model after the prompt, which is smaller than the number of
-    tokens if a draft's tokens were accepted. `finished` says that no more tokens will come.
+    tokens if a draft's tokens were accepted. `finished` says that no more tokens will come. `prompt` are all tokens
+    before the drawn ones, and `images` those of the prompt.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -45,35 +50,54 @@ class Completion:
     calls: int = 0
     ended: bool = False
     finished: bool = False
+    prompt: list[int] = dataclasses.field(default_factory=list)
+    images: Images | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Prompt:
+    """A text to be read, and the sequences after it that wait for a row."""
+
+    owner: Hashable
+    tokens: list[int]
+    images: Images | None
+    after: Completion | None  # the completion that it continues
+    long: bool  # whether it is beyond the model's `cache_limit`
+    ends: list[int]  # of the chunks in which it is read
+    keys: list[bytes]  # of the chunks but the last one; empty if prompts do not share chunks
+    waiting: collections.deque["_Sequence"] = dataclasses.field(default_factory=collections.deque)
 
 
 @dataclasses.dataclass(eq=False)
 class _Sequence:
-    """One completion to be made, in a row or waiting for one."""
+    """One completion to be made. In a row it has pages, and has read the first `read` tokens of `prompt`."""
 
     completion: Completion
-    prompt: list[int]
-    images: Images | None
+    prompt: _Prompt
     sampling: Sampling
     key: np.ndarray
-    owner: Hashable
+    keep: bool
+    table: Table = dataclasses.field(default_factory=list)
+    read: int = 0
+    in_chunks: bool = True  # whether all of this was read in chunks from the beginning
+    turn: int = 0  # the number of sequences that came to a row before it
+    constraint: AbstractConstraint | None = None
+    allowed: np.ndarray | None = None  # the constraint's
 
     @property
     def length(self) -> int:
         """The number of tokens so far, of the prompt and drawn ones."""
-        return len(self.prompt) + len(self.completion.tokens)
+        return len(self.completion.prompt) + len(self.completion.tokens)
 
+    @property
+    def end_of_chunk(self) -> int:
+        """The number of tokens of the prompt up to the end of the chunk that is read next."""
+        return next(end for end in self.prompt.ends if end > self.read)
 
-@dataclasses.dataclass(eq=False)
-class _Group:
-    """A prompt, and its sequences that wait for a row. After prefill, row `row` of the state `read` is the prompt's."""
-
-    owner: Hashable
-    prompt: list[int]
-    images: Images | None
-    waiting: collections.deque[_Sequence]
-    read: State | None = None
-    row: int = 0
+    @property
+    def draws(self) -> bool:
+        """Whether all of the prompt is read."""
+        return self.read >= len(self.prompt.tokens)
 
 
 class Engine:
@@ -87,6 +111,11 @@ class Engine:
     Each submission has its own `Sampling` and key. The compiled functions take these as arrays, so new values compile
     nothing. The tokens of a row do not depend on the other rows. If several processes hold parts of the model,
     all must make the same calls, and all get the same results.
+
+    The cache lies in pages, of which a row has as many as its text needs. Where they are too few for what comes next,
+    first go the prefixes that were not used for the longest time: texts of finished completions that were kept, and
+    prompts whose samples wait for rows. They are read anew when they are needed. Then the sequence that came to its row
+    last goes back to the head of the queue, and is read anew with the tokens that it has drawn.
     """
 
     def __init__(
@@ -99,6 +128,11 @@ class Engine:
         stride: int = 16,
         cache_dtype: DTypeLike | None = None,
         draft: AbstractDraft | None = None,
+        cache_tokens: int | None = None,
+        page: int = PAGE,
+        chunk: int = CHUNK,
+        prefixes: bool = False,
+        beside: int | None = None,
     ):
         """
         Args:
@@ -108,10 +142,19 @@ class Engine:
             cache_dtype: "int8" for a cache in 8 bits, or a floating-point dtype; None is the model's
                 (`zoo.nn.cache.init_cache`).
             draft: proposes tokens, which the model checks (`zoo.generation.speculative`).
+            cache_tokens: the number of tokens for which there is memory, of all rows and kept texts together. None:
+                for all rows, and as much for prompts whose samples wait as up to 8 rows have.
+            page: the number of tokens of a page. On a mesh that splits rows there are no pages, and each row has memory
+                for `max_tokens`.
+            chunk: the largest number of tokens of a prompt that are read at a time.
+            prefixes: whether what was read of a prompt serves later ones that begin with the same chunks. That changes
+                no bit of what they get.
+            beside: the most tokens of prompts that a step reads while rows draw, but one chunk at least: it bounds how
+                long these wait. None: a step reads all prompts that have a row.
 
         Raises:
             ValueError: the draft has another vocabulary, or a cache can't take rejected tokens back or is made anew
-                where a text grows long.
+                where a text grows long; or there is less memory than one row may need.
         """
         if draft is not None and abs(draft.model.config.vocab_size - model.config.vocab_size) > PADDING:
             raise ValueError(
@@ -120,20 +163,34 @@ class Engine:
             )
         if draft is not None:
             for each in (model, draft.model):
-                check_rewinds(each)
+                decoding.check_rewinds(each)
                 if max_tokens > (most := each.config.cache_limit or max_tokens):
                     raise ValueError(
                         f"A text of more than {most} tokens is read anew, which a draft can't be: generate without "
                         f"one, or with at most that many tokens, and not {max_tokens}."
                     )
+        if cache_tokens is not None and cache_tokens < max_tokens:
+            raise ValueError(f"cache_tokens={cache_tokens} is less than one row may need: max_tokens={max_tokens}.")
         self.model, self.max_tokens, self.stride, self.cache_dtype = model, max_tokens, stride, cache_dtype
-        self.draft = draft
-        self._stops = np.array(stops, np.int32)
+        self.draft, self.chunk, self.prefixes, self.beside = draft, chunk, prefixes, beside
+        self.tokens_read, self.tokens_found = 0, 0  # of prompts: read, and read before
+        self._models, self._stops = (model, draft), np.array(stops, np.int32)
         sharding = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].sharding
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        self._state = init_state(model, draft, batch, max_tokens, cache_dtype, mesh)
+        sizes = {} if mesh is None else mesh.shape
+        layout = decoding.layout_of(model, draft, batch, max_tokens, sizes, stride, chunk, cache_tokens, page)
+        self._state = init_state(model, draft, batch, max_tokens, cache_dtype, mesh, layout)
+        kinds = windows(self._state.caches)
+        self._pool = Pool(layout, kinds)
+        self._all_in_pages = draft is None and all_in_pages(self._state.caches)
+        self._copies: list[dict[int, int]] = [{} for _ in kinds]  # for each window: the page to copy to, and from which
+        # What prefixes have beside pages may take as much memory as the caches.
+        size_of = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+        of_row = size_of(eqx.filter_eval_shape(take, self._state, np.array(0)))
+        self._prefixes = Prefixes(self._pool, max(batch, size_of(self._state) // of_row))
         self._rows: list[_Sequence | None] = [None] * batch
-        self._groups: collections.deque[_Group] = collections.deque()
+        self._queue: collections.deque[_Prompt] = collections.deque()
+        self._turn = itertools.count()
 
     def submit(
         self,
@@ -144,48 +201,68 @@ class Engine:
         samples: int = 1,
         images: Images | None = None,
         owner: Hashable = None,
+        after: Completion | None = None,
+        keep: bool = False,
+        constrained: Sequence[AbstractConstraint] = (),
     ) -> list[Completion]:
         """Queues a prompt, and returns its completions, which `step` will fill in. All samples share one prefill.
 
         `key` is a `jax.random.key`, by default that of the sampling's seed; sample n draws with
         `jax.random.fold_in(key, n)`. `images` are the prompt's images, as for a batch of one row. Each free row goes to
-        the `owner` in the queue that has the fewest rows; an owner's prompts are served in order.
+        the `owner` in the queue that has the fewest rows; an owner's prompts are served in order. `constrained` has one
+        constraint for each sample; () leaves the samples free.
+
+        The text of a finished completion goes on by `after`: the prompt then follows its tokens, and may be empty.
+        Several such calls, or samples, fork it. If it was submitted with `keep`, only what is new is read: what it has
+        read stays in the cache until `free`, or until the cache is short of memory.
 
         Raises:
             ValueError: the prompt has no tokens, unknown tokens, or too many for a row or for the model; the sampling
-                has stop strings; or there are images, and the model takes none or there is a draft.
+                has stop strings; or there are images, and the model takes none or there is a draft; or the completion
+                to go on from is not finished.
         """
-        new = sampling.max_new_tokens
-        check(self.model, prompt, new)
-        if sampling.stop:
-            raise ValueError("The engine knows tokens and no text, so it takes no stop strings: `generate` does.")
+        tokens, new = list(prompt), sampling.max_new_tokens
         if images is not None:
             require_vision(self.model)
         if images is not None and self.draft is not None:
             raise ValueError("A draft takes no images: generate without one.")
-        if len(prompt) + new > self.max_tokens:
+        if after is not None:
+            if not after.finished:
+                raise ValueError("A completion goes on when it is finished, and this one still is drawn.")
+            before = after.prompt + after.tokens
+            images, tokens = joined_images(after.images, len(before), images, len(tokens)), before + tokens
+        check(self.model, tokens, new)
+        if sampling.stop:
+            raise ValueError("The engine knows tokens and no text, so it takes no stop strings: `generate` does.")
+        if len(tokens) + new > self.max_tokens:
             raise ValueError(
-                f"The prompt has {len(prompt)} tokens, which with max_new_tokens={new} exceeds the engine's "
+                f"The prompt has {len(tokens)} tokens, which with max_new_tokens={new} exceeds the engine's "
                 f"max_tokens={self.max_tokens}."
             )
         numbers = np.arange(bucket(samples, 1))  # few sizes, so that little is compiled
         key = jax.random.key(sampling.seed) if key is None else key
         folded = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
-        sequences = [
-            _Sequence(Completion(), list(prompt), images, sampling, data, owner)
-            for data in np.asarray(jax.random.key_data(folded))[:samples]
-        ]
-        self._groups.append(_Group(owner, list(prompt), images, collections.deque(sequences)))
-        return [sequence.completion for sequence in sequences]
+        text = self._prompt(owner, tokens, images, after)
+        words = np.asarray(jax.random.key_data(folded))[:samples]
+        for data, each in zip(words, constrained or [None] * samples, strict=True):
+            sequence = _Sequence(Completion(prompt=tokens, images=images), text, sampling, data, keep)
+            sequence.constraint, sequence.allowed = each, each and each.allowed()
+            text.waiting.append(sequence)
+        self._queue.append(text)
+        return [sequence.completion for sequence in text.waiting]
 
     def cancel(self, completion: Completion) -> None:
         """Finishes a completion with the tokens that it has, and frees its row."""
         completion.finished = True
 
+    def free(self, completion: Completion) -> None:
+        """Forgets what the cache has of a completion that was kept. Its text may still go on, and is read anew then."""
+        self._prefixes.drop(completion)
+
     @property
     def idle(self) -> bool:
         """Whether no sequence is in a row or in the queue."""
-        return not self._groups and not any(self._rows)
+        return not self._queue and not any(self._rows)
 
     def step(self) -> dict[Completion, list[int]]:
         """Fills free rows from the queue, decodes up to `stride` tokens, and returns each completion's new tokens.
@@ -193,16 +270,15 @@ class Engine:
         While sequences are in the queue, decoding stops as soon as an eighth of the rows are free.
         """
         self._sweep()
-        self._admit()
-        running = [(row, sequence) for row, sequence in enumerate(self._rows) if sequence]
+        self._fill()
+        for s in sorted((s for s in self._rows if s and s.draws), key=lambda s: s.turn):
+            self._reserve(s, s.length, self._end_of_step(s.length))
+        running = [(row, s) for row, s in enumerate(self._rows) if s and s.draws]
         if not running:
             return {}
-        enough = len(running) - max(1, len(self._rows) // 8) if self._groups else 0
-        given, state = (self._stops, self._table()), (self._state, self.stride, np.array(enough))
-        if self.draft is None:
-            self._state, drawn = decoding.advance((self.model, *given), *state)
-        else:
-            self._state, drawn = speculative.advance(((self.model, self.draft), *given), *state)
+        self._copy()
+        enough = len(running) - max(1, len(self._rows) // 8) if self._queue else 0
+        drawn = self._advance(any(sequence.constraint for _, sequence in running), np.array(enough))
         tokens, logprobs, counts, calls = map(gathered, (drawn.tokens, drawn.logprobs, drawn.count, drawn.calls))
         new = {}
         for row, sequence in running:
@@ -213,96 +289,284 @@ class Engine:
             done.calls += int(calls[row])
             done.ended = done.tokens[-1] in self._stops
             done.finished = done.ended or len(done.tokens) == sequence.sampling.max_new_tokens
+            self._pool.leave(sequence.table, sequence.length)
+            if sequence.constraint is not None and not done.finished:
+                for token in new[done]:
+                    sequence.constraint.push(token)
+                sequence.allowed = sequence.constraint.allowed()
         self._sweep()
-        self._requeue()
+        for row, s in enumerate(self._rows):
+            if s and s.draws and self._left_until_read_anew(s) == 0:
+                self._requeue(row)
         return new
 
-    def _requeue(self) -> None:
-        """Moves sequences that have just outgrown their cache to the head of the queue, to be prefilled anew."""
-        for row, s in enumerate(self._rows):
-            if s and self._room(s) == 0:
-                text = s.prompt + s.completion.tokens
-                self._groups.appendleft(_Group(s.owner, text, s.images, collections.deque([s])))
-                self._rows[row] = None
+    def _advance(self, constrained: bool, enough: np.ndarray) -> Drawn:
+        """Decodes up to `stride` tokens in each row; if any row is constrained, one, or with a draft one round."""
+        table, tables, steps = self._table(), self._tables(), 1 if constrained else self.stride
+        if constrained and self.draft is None:
+            drawn, tokens = constraints.draw(table, self._state.tokens, self._state.logits)
+            self._state = constraints.read((self.model, table, tables, drawn.tokens, tokens), self._state)
+            return drawn
+        advance = decoding.advance if self.draft is None else speculative.advance
+        inputs = self._models, self._stops, table, tables
+        self._state, drawn = advance(inputs, self._state, steps, enough)
+        return drawn
 
-    def _room(self, sequence: _Sequence) -> int | None:
-        """The number of tokens to draw until the cache has to be made anew; None: it does not have to be.
+    def _sweep(self) -> None:
+        """Frees the rows of finished completions, keeps what is to be kept, and removes them from the queue."""
+        for row, s in enumerate(self._rows):
+            if s and s.completion.finished:
+                if s.keep and s.draws:
+                    self._keep(s.completion, s, s.length)
+                self._leave(row)
+        for prompt in self._queue:
+            prompt.waiting = collections.deque(s for s in prompt.waiting if not s.completion.finished)
+        self._clear_queue()
+
+    def _clear_queue(self) -> None:
+        """Removes prompts for which no sequence waits any longer."""
+        for prompt in self._queue:
+            if not prompt.waiting:
+                self._prefixes.drop(prompt)
+        self._queue = collections.deque(prompt for prompt in self._queue if prompt.waiting)
+
+    def _leave(self, row: int) -> _Sequence:
+        """Takes the sequence out of a row, and gives its pages back."""
+        s = self._rows[row]
+        assert s is not None
+        self._rows[row] = None
+        self._pool.release(s.table)
+        return s
+
+    def _requeue(self, row: int) -> None:
+        """Moves a sequence to the head of the queue, to be read anew with all of its tokens."""
+        s = self._leave(row)
+        before, text = s.prompt, s.completion.prompt + s.completion.tokens
+        s.prompt = self._prompt(before.owner, text, before.images, before.after)
+        s.prompt.waiting.append(s)
+        self._queue.appendleft(s.prompt)
+
+    def _prompt(self, owner: Hashable, tokens: list[int], images: Images | None, after: Completion | None) -> _Prompt:
+        """Makes a prompt, cut into the chunks in which it is read. A long text begins with a chunk that is long."""
+        most = self.model.config.cache_limit
+        long = most is not None and len(tokens) > most
+        ends = ends_of_chunks(len(tokens), images, self.chunk, most + 1 if most is not None and long else 0)
+        keys = keys_of_chunks(tokens, images, ends[:-1], long) if self.prefixes else []
+        return _Prompt(owner, tokens, images, after, long, ends, keys)
+
+    def _left_until_read_anew(self, s: _Sequence) -> int | None:
+        """The number of tokens to draw until the text has to be read anew; None: it does not have to be.
 
         The token after the last that the cache can hold is drawn from what the cache holds.
         """
         most = self.model.config.cache_limit
-        return None if most is None or sequence.length > most + 1 else most + 1 - sequence.length
+        return None if most is None or s.prompt.long else most + 1 - s.length
 
-    def _sweep(self) -> None:
-        """Frees the rows of finished completions, and removes them from the queue."""
-        self._rows = [None if s and s.completion.finished else s for s in self._rows]
-        for group in self._groups:
-            group.waiting = collections.deque(s for s in group.waiting if not s.completion.finished)
-        self._groups = collections.deque(group for group in self._groups if group.waiting)
+    def _keep(self, key: Hashable, s: _Sequence, length: int) -> None:
+        """Keeps what a sequence in a row has read, as a prefix of so many tokens."""
+        in_chunks = length < len(s.prompt.tokens)
+        row = None if in_chunks and self._all_in_pages else take(self._state, np.array(self._rows.index(s)))
+        table = self._pool.share(s.table, length)
+        self._prefixes.put(key, Prefix(length, table, row, s.prompt.long, in_chunks))
+
+    def _find(self, prompt: _Prompt) -> Prefix | None:
+        """Finds a prefix of a prompt: all of it, the completion that it continues, or as many chunks as possible."""
+        for key in (prompt, prompt.after, *reversed(prompt.keys)):
+            prefix = None if key is None else self._prefixes.get(key)
+            if prefix and prefix.long == prompt.long:
+                # Shorter ones, whose pages it shares, have been used too.
+                for n in reversed(range(len(prompt.keys))):
+                    if prefix.in_chunks and prompt.ends[n] < prefix.length:
+                        self._prefixes.get(prompt.keys[n])
+                return prefix
+        return None
+
+    def _fill(self) -> None:
+        """Gives free rows to sequences of the queue, and reads prompts: all, or where rows draw so many `beside`."""
+        draws = any(s and s.draws for s in self._rows)
+        left = self.beside if self.beside is not None and draws else self._state.tokens.size
+        self._admit()
+        count = self._read(left, one=True)
+        while count:
+            left -= count
+            self._admit()
+            count = self._read(left)
 
     def _admit(self) -> None:
-        """Prefills prompts from the queue and copies them into free rows."""
-        free = [row for row, sequence in enumerate(self._rows) if sequence is None]
-        turns = self._turns(len(free)) if free else collections.deque()
-        while turns:
-            new = turns[0].read
-            if new is None:
-                new = self._prefill(turns)
-            pairs, count = np.zeros((len(self._rows), 2), np.int32), 0
-            while turns and turns[0].read is new:
-                group, row = turns.popleft(), free.pop(0)
-                self._rows[row], pairs[count], count = group.waiting.popleft(), (group.row, row), count + 1
-            self._state = insert((new, pairs, np.array(count)), self._state)
-        self._groups = collections.deque(group for group in self._groups if group.waiting)
+        """Gives free rows to sequences of the queue, as many as there is memory for."""
+        turns = self._turns(self._rows.count(None))
+        starts = ((s, s.length if s.draws else s.read) for s in self._rows if s)
+        promised = sum((self._wanted(s.table, start, s.length) for s, start in starts), np.zeros_like(self._pool.most))
+        for prompt, most in turns.items():
+            count = next((n for n in range(most) if not self._fits(prompt, n, promised)), most)
+            found = self._find(prompt)
+            # One sample reads the prompt for all, unless all of it has been read.
+            whole = found is not None and found.length == len(prompt.tokens)
+            self._begin(prompt, found, count if whole else min(count, 1))
+            if count < most:
+                break
+        self._clear_queue()
 
-    def _turns(self, free: int) -> collections.deque[_Group]:
-        """Returns the groups that get the free rows, one for each row. A row goes to the owner that has the fewest."""
-        waiting: dict[Hashable, collections.deque[_Group]] = {}
-        for group in self._groups:
-            waiting.setdefault(group.owner, collections.deque()).extend([group] * len(group.waiting))
-        rows = collections.Counter(sequence.owner for sequence in self._rows if sequence)
-        turns: collections.Counter[_Group] = collections.Counter()
+    def _fits(self, prompt: _Prompt, others: int, promised: Int[np.ndarray, " windows"]) -> bool:
+        """Whether there are pages for one more sample of a prompt beside `others`, with which it shares the prompt.
+
+        For that it forgets prefixes. It adds the pages to those that are `promised`.
+        """
+        while True:
+            found, length = self._find(prompt), len(prompt.tokens)
+            table, start = (found.table, found.length) if found else (self._pool.empty(), 0)
+            table, start = (self._pool.empty(), length) if others else (table, start)
+            wanted = self._wanted(table, start, length)
+            if (promised + wanted <= self._pool.free).all():
+                promised += wanted
+                return True
+            if not self._prefixes.evict():
+                return False
+
+    def _wanted(self, table: Table, start: int, length: int) -> Int[np.ndarray, " windows"]:
+        """Counts the pages that a sequence takes, of each window, to have its tokens from `start` on, and those that it
+        draws in a step after `length` tokens."""
+        lacking = self._pool.lacking(table, start, self._end_of_step(length))
+        return np.minimum([len(entries) for entries in lacking], self._pool.most).astype(int)
+
+    def _end_of_step(self, length: int) -> int:
+        """Returns the position before which a step writes in a row with so many tokens."""
+        return min(length + room(self.draft, self.stride), room(self.draft, self.max_tokens))
+
+    def _begin(self, prompt: _Prompt, prefix: Prefix | None, count: int) -> None:
+        """Puts `count` sequences that wait after a prompt into free rows, from this prefix of the prompt on."""
+        rows = [row for row, s in enumerate(self._rows) if s is None][:count]
+        for row in rows:
+            s = self._rows[row] = prompt.waiting.popleft()
+            s.table = self._pool.share(prefix.table, prefix.length) if prefix else self._pool.empty()
+            s.read, s.turn = prefix.length if prefix else 0, next(self._turn)
+            s.in_chunks = prefix is None or prefix.in_chunks
+            self.tokens_found += s.read
+        if prefix and rows:
+            text = np.zeros(self._state.tokens.shape[1], np.int32)
+            text[: prefix.length] = prompt.tokens[: prefix.length]
+            self._state = decoding.put(
+                (prefix.row, text, filled(rows, bucket(len(rows), 1), len(self._rows))), self._state
+            )
+
+    def _turns(self, free: int) -> dict[_Prompt, int]:
+        """Returns how many free rows each prompt gets. A row goes to the owner that has the fewest.
+
+        Samples of a prompt that another sample is just reading wait for that.
+        """
+        waiting: dict[Hashable, collections.deque[_Prompt]] = {}
+        being_read = [s.prompt for s in self._rows if s and not s.draws]
+        for prompt in (prompt for prompt in self._queue if prompt not in being_read) if free else ():
+            waiting.setdefault(prompt.owner, collections.deque()).extend([prompt] * len(prompt.waiting))
+        rows = collections.Counter(s.prompt.owner for s in self._rows if s)
+        turns: collections.Counter[_Prompt] = collections.Counter()
         while waiting and turns.total() < free:
             owner = min(waiting, key=rows.__getitem__)
             turns[waiting[owner].popleft()] += 1
             rows[owner] += 1
             if not waiting[owner]:
                 del waiting[owner]
-        return collections.deque(turns.elements())
+        return turns
 
-    def _prefill(self, turns: Iterable[_Group]) -> State:
-        """Prefills the first of these groups' prompts together: as many as can be padded to one shape."""
-        first, *others = dict.fromkeys(turns)
-        seq, chosen = bucket(len(first.prompt)), [first]
-        for group in others:
-            if len(chosen) == AT_ONCE or group.read is not None or bucket(len(group.prompt)) != seq:
-                break
-            seen = [g.images.patches.shape[1:] for g in (*chosen, group) if g.images is not None]
-            if len(set(seen)) > 1:  # small images would be padded to the size of large ones
-                break
-            chosen.append(group)
-        prompts, lengths = padded([g.prompt for g in chosen], bucket(len(chosen), 1), min(seq, self.max_tokens))
-        images = batched_images([g.images for g in chosen], *prompts.shape)
-        read = prefill(self.model, self.draft, prompts, lengths, self.max_tokens, self.cache_dtype, images)
-        for group in self._groups:  # drops other groups' prefills, so that there is one such cache at a time
-            group.read = None
-        for row, group in enumerate(chosen):
-            group.read, group.row = read, row
-        return read
+    def _reserve(self, s: _Sequence, start: int, end: int) -> bool:
+        """Makes these positions of a sequence ones that may be written. Returns whether the sequence still has a row.
+
+        For that it forgets prefixes, and then takes the rows of sequences that came later, or the sequence's own.
+        """
+        while s in self._rows:
+            copies = self._pool.reserve(s.table, start, end)
+            if copies is not None:
+                for to_make, new in zip(self._copies, copies, strict=True):
+                    to_make.update(new)
+                return True
+            if not self._prefixes.evict():
+                self._requeue(max((x.turn, row) for row, x in enumerate(self._rows) if x)[1])
+        return False
+
+    def _copy(self) -> None:
+        """Makes the copies of pages that `_reserve` found necessary."""
+        if any(self._copies):
+            most = bucket(max(map(len, self._copies)), 1)
+            pairs = [
+                np.array(
+                    [*copies.items(), *[(count, count)] * (most - len(copies))], np.int32
+                )  # no page has this number
+                for copies, count in zip(self._copies, self._pool.counts, strict=True)
+            ]
+            self._state = decoding.copy(pairs, self._state)
+            self._copies = [{} for _ in self._copies]
+
+    def _tables(self) -> list[Int[np.ndarray, "batch pages"]]:
+        return self._pool.arrays([s and s.table for s in self._rows])
+
+    def _read(self, most: int, *, one: bool = False) -> int:
+        """Reads a chunk of the prompts in some rows together, of at most so many tokens; with `one` of a row at least.
+
+        Returns the number of tokens.
+        """
+        while unread := [(row, s) for row, s in enumerate(self._rows) if s and not s.draws]:
+            first = min((s for _, s in unread), key=lambda s: s.turn)
+            seq, count, chosen = bucket(first.end_of_chunk - first.read), 0, []
+            for row, s in sorted(unread, key=lambda each: each[1].turn):
+                end = s.end_of_chunk
+                fits = count + end - s.read <= most or (one and s is first)
+                if (
+                    fits
+                    and len(chosen) < decoding.most_together(seq)
+                    and bucket(end - s.read) == seq
+                    and self._reserve(s, s.read, end)
+                ):
+                    images = part_of_images(s.prompt.images, s.read, end)
+                    seen = [x.patches.shape[1:] for *_, x in (*chosen, (images,)) if x is not None]
+                    if len(set(seen)) <= 1:  # small images would be padded to the size of large ones
+                        chosen.append((row, s, end, images))
+                        count += end - s.read
+            chosen = [each for each in chosen if self._rows[each[0]] is each[1]]  # whose row no other has needed
+            count = sum(end - s.read for _, s, end, _ in chosen)
+            if chosen:
+                self._read_chunk(chosen, min(seq, self.max_tokens))
+            if chosen or first in self._rows:
+                return count
+        return 0
+
+    def _read_chunk(self, chosen: Sequence[tuple[int, _Sequence, int, Images | None]], seq: int) -> None:
+        """Reads the next chunk, up to `end` and with these images, in each row (row, sequence, end, images)."""
+        self._copy()
+        count = bucket(len(chosen), 1)
+        tokens, lengths = padded([s.prompt.tokens[s.read : end] for _, s, end, _ in chosen], count, seq)
+        starts = filled([s.read for _, s, *_ in chosen], count, 0)
+        rows = filled([row for row, *_ in chosen], count, len(self._rows))
+        images = batched_images([images for *_, images in chosen], count, seq)
+        new = Reading(rows, tokens, starts, lengths, images)
+        self._state = read((self._models, new, self._tables()), self._state)
+        for _, s, end, _ in chosen:
+            self.tokens_read += end - s.read
+            s.read = end
+            self._pool.leave(s.table, end)
+            for key, its_end in zip(s.prompt.keys, s.prompt.ends, strict=False):
+                if its_end == end and s.in_chunks and self._prefixes.get(key) is None:
+                    self._keep(key, s, end)
+            if s.draws and s.prompt.waiting:
+                self._keep(s.prompt, s, end)
 
     def _table(self) -> Rows:
         """Returns each row's sequence as arrays for the compiled functions."""
         rows = self._rows
         column = lambda of, off: np.array([off if s is None else of(s) for s in rows], np.int32)
         drawn = lambda s: len(s.completion.tokens)
-        left = lambda s: min(s.sampling.max_new_tokens - drawn(s), self._room(s) or self.max_tokens)
+        left = lambda s: min(s.sampling.max_new_tokens - drawn(s), self._left_until_read_anew(s) or self.max_tokens)
+        left_now = lambda s: left(s) if s.draws else 0
         some = next(s for s in rows if s)
         return Rows(
             positions=column(lambda s: s.length, -1),
             drawn=column(drawn, 0),
-            left=column(left, 0),
+            left=column(left_now, 0),
             keys=np.stack([(s or some).key for s in rows]),
-            settings=settings([s.sampling if s else Sampling() for s in rows]),
+            settings=settings(
+                [s.sampling if s else Sampling() for s in rows],
+                allowed=[s and s.allowed for s in rows],
+                constrained=[s is not None and s.constraint is not None for s in rows],
+            ),
         )
 
 
@@ -373,19 +637,46 @@ def check(model: AbstractModel, prompt: Sequence[int], new: int, name: str = "Th
         )
 
 
-def bucket(size: int, least: int = 16) -> int:
-    """Returns the next power of two, to which arrays are padded so that few shapes are compiled."""
-    return max(least, 1 << (size - 1).bit_length())
+def filled(numbers: Sequence[int], count: int, other: int) -> Int[np.ndarray, " count"]:
+    """Returns numbers as an array of `count`, with another number in the places of those that there are not."""
+    return np.array([*numbers, *[other] * (count - len(numbers))], np.int32)
 
 
 def padded(
     prompts: Sequence[Sequence[int]], rows: int, seq: int
 ) -> tuple[Int[np.ndarray, "rows seq"], Int[np.ndarray, " rows"]]:
-    """Right-pads prompts, and returns them with their lengths; prompts of one token fill the other rows."""
-    tokens, lengths = np.zeros((rows, seq), np.int32), np.ones(rows, np.int32)
+    """Right-pads prompts, and returns them with their lengths; rows without a prompt are padding."""
+    tokens, lengths = np.zeros((rows, seq), np.int32), np.zeros(rows, np.int32)
     for n, prompt in enumerate(prompts):
         tokens[n, : len(prompt)], lengths[n] = prompt, len(prompt)
     return tokens, lengths
+
+
+def part_of_images(images: Images | None, start: int, end: int) -> Images | None:
+    """Returns the images of a row's tokens from `start` to `end` - 1; None: there are none."""
+    if images is None or not (images.image[0, start:end] >= 0).any():
+        return None
+    image = np.asarray(images.image)[:, start:end]
+    kept = np.unique(image[image >= 0])
+    renumbered = np.where(image < 0, -1, np.searchsorted(kept, image)).astype(np.int32)
+    feature = np.asarray(images.feature)[:, start:end]
+    return Images(np.asarray(images.patches)[kept], np.asarray(images.grids)[kept], renumbered, feature)
+
+
+def joined_images(first: Images | None, length: int, second: Images | None, more: int) -> Images | None:
+    """Joins the images of a row of `length` tokens with those of `more` tokens that follow."""
+    first, second = part_of_images(first, 0, length), part_of_images(second, 0, more)
+    if first is None and second is None:
+        return None
+    patches, grids, before = [], [], 0
+    image, feature = np.full((1, length + more), -1, np.int32), np.zeros((1, length + more), np.int32)
+    for images, at in ((first, 0), (second, length)):
+        if images is not None:
+            here = slice(at, at + images.image.shape[1])
+            image[:, here] = np.where(images.image < 0, -1, images.image + before)
+            feature[:, here], before = images.feature, before + len(images.patches)
+            patches, grids = patches + list(np.asarray(images.patches)), grids + list(np.asarray(images.grids))
+    return Images(pad_patches(patches), np.stack(grids), image, feature)
 
 
 def batched_images(each: Sequence[Images | None], rows: int, seq: int) -> Images | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack, overload
 
 import jax
@@ -128,7 +128,7 @@ def stream(
     prompt: Prompt,
     sampling: Sampling = Sampling(),  # noqa: B008 (a value)
     *,
-    special: bool = False,
+    special: bool | Collection[str] = False,
     cache_dtype: DTypeLike | None = None,
     draft: AbstractDraft | None = None,
     **options: Unpack[SamplingOptions],
@@ -136,7 +136,7 @@ def stream(
     """Continues one prompt as `generate` does, and yields the text in pieces as they are decoded.
 
     Text is held back while it may be the beginning of a stop string, or while its last character is incomplete. With
-    `special` the text includes special tokens, except the one that ends it.
+    `special` the text includes special tokens (`Tokenizer.stream`), except the one that ends it.
     """
     sampling = sampling.changed(options)
     ids, images = encode(model, tokenizer, prompt)

@@ -1,17 +1,16 @@
 """Draws tokens from logits. Each row of a batch has its own settings, which are arrays: one program serves all."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-
-HostArray = Array | np.ndarray  # numpy when the host passes it in; a JAX array within the compiled function
+from zoo.nn.rows import HostArray
 
 
 class Settings(eqx.Module):
@@ -27,6 +26,10 @@ class Settings(eqx.Module):
     repetition_penalty: Float[HostArray, " batch"]
     presence_penalty: Float[HostArray, " batch"]
     frequency_penalty: Float[HostArray, " batch"]
+    biased: Int[HostArray, "batch biases"] | None = None  # ids of `logit_bias`; None if no row has any
+    bias: Float[HostArray, "batch biases"] | None = None
+    allowed: UInt32[HostArray, "batch words"] | None = None  # bits of `AbstractConstraint`; None without constraints
+    constrained: Bool[HostArray, " batch"] | None = None
 
     def penalized(
         self,
@@ -35,11 +38,13 @@ class Settings(eqx.Module):
         prompt: Int[HostArray, " batch"],
         position: Int[HostArray, " batch"],
     ) -> Float[Array, "batch vocab"]:
-        """Applies the penalties: lowers the logits of tokens that are among `tokens` before `position`.
+        """Adds `logit_bias`, and applies the penalties: lowers logits of tokens among `tokens` before `position`.
 
         `logits` are for the token at `position`. The first `prompt` tokens of a row are its prompt, the others its
         completion. Tokens from `position` on are not read, so they may be rejected tokens.
         """
+        if self.biased is not None:
+            logits = logits.at[jnp.arange(len(logits))[:, None], self.biased].add(self.bias)
         off = (self.repetition_penalty == 1) & (self.presence_penalty == 0) & (self.frequency_penalty == 0)
         return jax.lax.cond(jnp.all(off), lambda: logits, lambda: self._penalize(logits, tokens, prompt, position))
 
@@ -54,6 +59,14 @@ class Settings(eqx.Module):
         lowered = jnp.where(logits > 0, logits / repetition, logits * repetition)
         logits = jnp.where(jnp.any(counts > 0, axis=0), lowered, logits)
         return logits - frequency * counts[1].astype(jnp.float32) - presence * (counts[1] > 0).astype(jnp.float32)
+
+    def permitted(self, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+        """Sets the logits of tokens to -inf that the constraints do not allow."""
+        if self.allowed is None:
+            return logits
+        token = jnp.arange(logits.shape[1], dtype=jnp.uint32)
+        bits = jnp.take(jnp.asarray(self.allowed), token // 32, axis=1) >> (token % 32)[None]
+        return jnp.where(bits & 1 == 1, logits, -jnp.inf)
 
     def scaled(self, logits: Float[Array, "batch *seq vocab"]) -> Float[Array, "batch *seq vocab"]:
         """Divides logits by the temperature, in float32; at temperature 0 logits stay as they are."""
@@ -123,6 +136,8 @@ class Sampling:
     2."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that the continuation has, as in OpenAI's API; from -2 to 2."""
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    """Added to the logits of these tokens before the penalties, as in OpenAI's API; from -100 to 100."""
     seed: int = 0
     """Seed of the random numbers. With the same seed, the same prompts get the same texts."""
     stop: Sequence[str] = ()
@@ -137,6 +152,9 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"{name}={value} is not between {low} and {high}.")
+        for token, value in self.logit_bias.items():
+            if token < 0 or not -100 <= value <= 100:
+                raise ValueError(f"logit_bias={token}: {value} is not from -100 to 100, for a token from 0 on.")
 
     def changed(self, options: "SamplingOptions") -> "Sampling":
         """Returns these options with others in the place of some.
@@ -164,15 +182,27 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float | None
     frequency_penalty: float
     presence_penalty: float
+    logit_bias: Mapping[int, float]
     seed: int
     stop: Sequence[str]
 
 
-def settings(samplings: Sequence[Sampling]) -> Settings:
-    """Returns the options that choose a token, as arrays: row n has those of sampling n."""
+def settings(
+    samplings: Sequence[Sampling],
+    *,
+    allowed: Sequence[UInt32[np.ndarray, " words"] | None] = (),
+    constrained: Sequence[bool] = (),
+) -> Settings:
+    """Returns the options that choose a token, as arrays: row n has those of sampling n.
+
+    If any row is `constrained`, `allowed` has each row's tokens (`AbstractConstraint.allowed`).
+    """
     column = lambda name, off, dtype: np.array(
         [off if getattr(s, name) is None else getattr(s, name) for s in samplings], dtype
     )
+    biased, bias = _biases([s.logit_bias for s in samplings])
+    words = max((len(each) for each in allowed if each is not None), default=1)
+    every = np.full(words, 2**32 - 1, np.uint32)
     return Settings(
         temperature=column("temperature", 0, np.float32),
         top_k=column("top_k", np.iinfo(np.int32).max, np.int32),
@@ -181,7 +211,27 @@ def settings(samplings: Sequence[Sampling]) -> Settings:
         repetition_penalty=column("repetition_penalty", 1, np.float32),
         presence_penalty=column("presence_penalty", 0, np.float32),
         frequency_penalty=column("frequency_penalty", 0, np.float32),
+        biased=biased,
+        bias=bias,
+        allowed=np.stack([every if each is None else each for each in allowed]) if any(constrained) else None,
+        constrained=np.array(constrained, bool) if any(constrained) else None,
     )
+
+
+def _biases(
+    rows: Sequence[Mapping[int, float]],
+) -> tuple[Int[np.ndarray, "batch biases"] | None, Float[np.ndarray, "batch biases"] | None]:
+    """Returns the tokens and biases of each row, padded by zeros to a power of 32; None if there are none."""
+    if not (most := max(map(len, rows))):
+        return None, None
+    width = 32  # few sizes, so that little is compiled
+    while width < most:
+        width *= 32
+    biased = np.zeros((len(rows), width), np.int32)
+    bias = np.zeros(biased.shape, np.float32)
+    for n, row in enumerate(rows):
+        biased[n, : len(row)], bias[n, : len(row)] = list(row), list(row.values())
+    return biased, bias
 
 
 def _rows(values: HostArray, like: Array) -> Any:

@@ -20,10 +20,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kernels import Tokens
-from zoo.generation.decoding import Drawn, Rows, State, compiled, logprob, write
-from zoo.generation.sampling import HostArray, Settings
+from zoo.generation.decoding import Drawn, Reading, Rows, State, Tables, compiled, logprob, write
+from zoo.generation.sampling import Settings
+from zoo.nn import rows
 from zoo.nn.model import AbstractModel
 from zoo.nn.mtp import module_of
+from zoo.nn.rows import HostArray
 
 
 class DraftState(eqx.Module):
@@ -84,19 +86,25 @@ class AbstractDraft(eqx.Module):
             jnp.zeros((batch, self.model.config.vocab_size), jnp.float32),
         )
 
-    def prefill(
-        self,
-        x: Float[Array, "batch seq embed"],
-        prompts: Int[HostArray, "batch seq"],
-        lengths: Int[HostArray, " batch"],
-        cache: Any,
+    def read(
+        self, x: Float[Array, "batch seq embed"], new: Reading, past: DraftState, cache: Any
     ) -> tuple[DraftState, Any]:
-        """Prefills the draft's cache with right-padded prompts, for which the model computed the features `x`."""
-        x, index = x[..., : self.features], jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-        before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        # Tokens are given at the position before their own, the first one at -1. Padding is at -2.
-        _, cache = self(before, jnp.asarray(prompts), cache, jnp.where(index < lengths[:, None], index - 1, -2))
-        last, start = x[jnp.arange(len(x)), lengths - 1], self.init_state(len(x))
+        """Reads what rows read, for which the model computed the features `x`, after what they still had to read.
+
+        Tokens are given at the position before their own, the first of a text at -1, with the features of the token
+        before. These are zeros for the first of a text. Padding is at -2.
+        """
+        unread = jnp.where(new.starts == 0, 0, past.accepted)[:, None]
+        index, count = jnp.arange(past.tokens.shape[1] - 1 + x.shape[1])[None], unread + new.lengths[:, None]
+        of = lambda a, index: a[jnp.arange(len(a))[:, None], index]
+        earlier, later = jnp.minimum(index, past.tokens.shape[1] - 1), jnp.clip(index - unread, 0, x.shape[1] - 1)
+        tokens = jnp.where(index < unread, of(past.tokens, earlier), of(jnp.asarray(new.tokens), later))
+        first = jnp.where((new.starts == 0)[:, None, None], 0, past.x)
+        x = x[..., : self.features].astype(first.dtype)
+        before = jnp.where((index <= unread)[..., None], of(first, earlier), of(x, jnp.maximum(later - 1, 0)))
+        positions = jnp.where(index < count, new.starts[:, None] - unread - 1 + index, -2)
+        _, cache = self(before, tokens, cache, positions)
+        last, start = x[jnp.arange(len(x)), jnp.maximum(new.lengths - 1, 0)], self.init_state(len(x))
         return eqx.tree_at(lambda d: d.x, start, start.x.at[:, 0].set(last)), cache
 
 
@@ -161,7 +169,7 @@ class MTPDraft(AbstractDraft):
 
 @compiled
 def advance(
-    inputs: tuple[tuple[AbstractModel, AbstractDraft], Int[HostArray, " stops"], Rows],
+    inputs: tuple[tuple[AbstractModel, AbstractDraft], Int[HostArray, " stops"], Rows, Tables],
     state: State,
     steps: int,
     enough: Int[HostArray, ""],
@@ -172,10 +180,10 @@ def advance(
     `steps` tokens, but at least 1. Penalties apply only to the model's logits, so with penalties fewer draft tokens are
     accepted.
     """
-    (model, draft), stops, rows = inputs
-    batch, k, settings = len(rows.left), draft.num_draft_tokens, rows.settings
+    (model, draft), stops, table, pages = inputs
+    batch, k, settings = len(table.left), draft.num_draft_tokens, table.settings
     rounds, vocab = max(1, steps // (k + 1)), state.logits.shape[1]
-    prompt = rows.positions - rows.drawn
+    prompt = table.positions - table.drawn
     row, index = jnp.arange(batch), jnp.broadcast_to(jnp.arange(k + 1), (batch, k + 1))
     here = lambda x, at: x[row, at]
 
@@ -186,12 +194,12 @@ def advance(
     def body(carry: Any) -> Any:
         n, left, state, drawn = carry
         (cache, draft_cache), past = state.caches, state.draft_state
-        key = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(rows.keys)), rows.drawn + drawn.count)
+        key = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(table.keys)), table.drawn + drawn.count)
         at = functools.partial(_at, left)
-        start = (rows.positions + drawn.count)[:, None]  # the position of the next token
+        start = (table.positions + drawn.count)[:, None]  # the position of the next token
 
         # The first token is drawn from p, or after a rejection from max(p - q, 0).
-        penalized = settings.penalized(state.logits, state.tokens, prompt, start[:, 0])
+        penalized = settings.permitted(settings.penalized(state.logits, state.tokens, prompt, start[:, 0]))
         rest = _without(past.rejected, jax.nn.softmax(settings.filtered(penalized), axis=-1))
         token = _categorical(_fold(key, k + 1), jnp.log(rest))
 
@@ -210,21 +218,32 @@ def advance(
         penalized = jax.vmap(settings.penalized, (1, None, None, 1), 1)(logits, written, prompt, start + 1 + index)
         p = jax.nn.softmax(settings.filtered(penalized), axis=-1)
         accepted = _accept(drafts, q, p, _fold(key, k))
-        rejected = here(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), accepted)  # zeros if all are accepted
-
+        if settings.constrained is not None:  # what may come after the first token is not known yet
+            accepted = jnp.where(settings.constrained, 0, accepted)
         before = jnp.concatenate([state.logits[:, None], logits[:, :k]], axis=1)
-        left, drawn = _add(drawn, tokens, logprob(settings.scaled(before), tokens), accepted + 1, left, stops)
+        live = left > 0
+        left, new = _add(drawn, tokens, logprob(settings.scaled(before), tokens), accepted + 1, left, stops)
+        # A row may end before the first rejected token. Then no distribution is rejected, as if all were accepted.
+        count = new.count - drawn.count
+        rejected = jnp.where((count > accepted)[:, None], here(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), accepted), 0)
+        if settings.constrained is not None:
+            rejected = jnp.where(jnp.asarray(settings.constrained)[:, None], 0, rejected)
+        accepted = jnp.maximum(count - 1, 0)
         # Rejected tokens stay in the caches. Until they are overwritten, their positions are later than any query's, so
         # causality hides them.
-        past = DraftState(
+        now = DraftState(
             x[..., : draft.features].astype(past.x.dtype),
             jnp.pad(drafts, ((0, 0), (0, 1))),
             accepted,
             rejected,
         )
-        return n + 1, left, State(written, (cache, draft_cache), here(logits, accepted), past), drawn
+        # A row that had no more to draw stays as it is, so that it may go on later.
+        kept = lambda old, new: jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        logits, past = jax.tree.map(kept, (state.logits, past), (here(logits, accepted), now))
+        return n + 1, left, State(written, (cache, draft_cache), logits, past), new
 
-    start = (jnp.array(0), rows.left, state, Drawn.init(batch, rounds * (k + 1)))
+    state = eqx.tree_at(lambda s: s.caches, state, rows.with_tables(state.caches, pages))
+    start = (jnp.array(0), table.left, state, Drawn.init(batch, rounds * (k + 1)))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
     return state, drawn
 

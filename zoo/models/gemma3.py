@@ -3,7 +3,7 @@
 Each block has four norms: before and after attention, and before and after the MLP. Five of six layers have a sliding
 window and a rotary base of their own. Models of 4B and more take images: each becomes 256 tokens, which see each other
 both ways. The vision tower is SigLIP's. It is an optional part: loaded without parts=("vision",), the model is the text
-model alone, and saved as one.
+model alone, and saved as one. EmbeddingGemma is an encoder, in which all tokens see each other both ways.
 """
 
 import dataclasses
@@ -70,26 +70,35 @@ class Config(AbstractVisionConfig):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     attention_bias: bool = False
+    use_bidirectional_attention: bool = False  # an encoder, EmbeddingGemma: half of sliding_window lies on either side
     vision: VisionConfig | None = None
 
     def __post_init__(self):
         fill_layers(self, "layer_types", lambda n: "sliding_attention" if (n + 1) % 6 else "full_attention")
 
     def window(self, layer: int) -> int | None:
-        """Returns the most positions that a token attends to, its own included. None: all up to its own."""
-        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+        """Returns the most positions that a token attends to, its own included. None: all up to its own.
+
+        In an encoder it is the most on either side, and None is all of the text.
+        """
+        window = self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+        return window // 2 + 1 if window and self.use_bidirectional_attention else window
 
     def attention_products(self, layer: int, seq: int) -> float:
-        return self.num_attention_heads * 2 * self.head_dim * causal_keys(seq, self.window(layer))  # 2: scores, values
+        sides = 2 if self.use_bidirectional_attention else 1
+        keys = sides * causal_keys(seq, self.window(layer))
+        return self.num_attention_heads * 2 * self.head_dim * keys  # 2: scores, values
 
 
 # fmt: off
 TEXT: dict[str, Any] = dict(sliding_window=512)
+ENCODER: dict[str, Any] = TEXT | dict(use_bidirectional_attention=True)
 SIGLIP = siglip.Config(1152, 4304, 27, 16, image_size=896, patch_size=14)
 VISION: dict[str, Any] = dict(sliding_window=1024, rope_scaling=LinearScaling(8.0), vision=VisionConfig(SIGLIP))
 #                   hidden    mlp  layers  heads  kv  head scalar   vocab  positions
 GEMMA3_270M = Config(  640,  2048,     18,     4,  1,  256,   256, 262144,  32768, **TEXT)
 GEMMA3_1B   = Config( 1152,  6912,     26,     4,  1,  256,   256, 262144,  32768, **TEXT)
+EMBED_300M  = Config(  768,  1152,     24,     3,  1,  256,   256, 262144,   2048, **ENCODER)
 GEMMA3_4B   = Config( 2560, 10240,     34,     8,  4,  256,   256, 262208, 131072, **VISION)
 GEMMA3_12B  = Config( 3840, 15360,     48,    16,  8,  256,   256, 262208, 131072, **VISION)
 GEMMA3_27B  = Config( 5376, 21504,     62,    32, 16,  128,   168, 262208, 131072, **VISION)  # 168: 5376 / 32 heads
@@ -105,6 +114,7 @@ CONFIGS = {
     "gemma3-12b-it":  Released(GEMMA3_12B,  "google/gemma-3-12b-it"),
     "gemma3-27b":     Released(GEMMA3_27B,  "google/gemma-3-27b-pt"),
     "gemma3-27b-it":  Released(GEMMA3_27B,  "google/gemma-3-27b-it"),
+    "embeddinggemma-300m": Released(EMBED_300M, "google/embeddinggemma-300m"),
 }
 # fmt: on
 
@@ -120,6 +130,7 @@ class Attention(eqx.Module):
     rotary: Rotary = eqx.field(static=True)
     scale: float = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    bidirectional: bool = eqx.field(static=True)
 
     def __init__(self, config: Config, layer: int, *, key: PRNGKeyArray):
         c, (q, k, v, o) = config, jax.random.split(key, 4)
@@ -129,6 +140,7 @@ class Attention(eqx.Module):
         self.rotary = Rotary(c.head_dim, base, scaling)
         self.scale = c.query_pre_attn_scalar**-0.5
         self.window = c.window(layer)
+        self.bidirectional = c.use_bidirectional_attention
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self.q_proj = Linear(c.hidden_size, queries, bias=c.attention_bias, key=q)
         self.k_proj = Linear(c.hidden_size, keys, bias=c.attention_bias, key=k)
@@ -146,9 +158,13 @@ class Attention(eqx.Module):
         v = heads(self.v_proj(x))
         k_at = at  # where the keys stand
         if cache is not None:
+            if self.bidirectional:
+                raise ValueError("An encoder sees later tokens, and has no cache: it does not generate.")
             cache, k, v, k_at = cache.update(k, v, at)
         mask = kernels.sliding(self.window)
-        if at.spans is not None:  # an image's tokens see each other both ways; a window limits only how far back
+        if self.bidirectional:
+            mask = kernels.Full() if self.window is None else kernels.Around(self.window)
+        elif at.spans is not None:  # an image's tokens see each other both ways; a window limits only how far back
             both = kernels.Causal() | kernels.Spans()
             mask = both if self.window is None else both & kernels.Window(self.window)
         y = kernels.attention(q, k, v, at, k_at, scale=self.scale, mask=mask)
@@ -379,7 +395,6 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "hidden_activation": "gelu_pytorch_tanh",
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
-        "use_bidirectional_attention": False,
     },
     standard_form=standard_form,
     published_form=NESTED.nested,

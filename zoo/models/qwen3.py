@@ -72,6 +72,13 @@ QWEN3_4B_2507 = Config(151936,   2560,  9728,     36,    32,  8,  128,    262144
 QWEN3_8B      = Config(151936,   4096, 12288,     36,    32,  8,  128,     40960,    36, **QWEN)
 QWEN3_14B     = Config(151936,   5120, 17408,     40,    40,  8,  128,     40960,    40, **QWEN)
 QWEN3_32B     = Config(151936,   5120, 25600,     64,    64,  8,  128,     40960,    64, **QWEN)
+# For retrieval: texts are embedded with head="embedding" (the 8B has no output embeddings), or ranked by yes and no.
+EMBED_0_6B    = Config(151669,   1024,  3072,     28,    16,  8,  128,     32768,    28, **TIED)
+EMBED_4B      = Config(151665,   2560,  9728,     36,    32,  8,  128,     40960,    36, **TIED)
+EMBED_8B      = Config(151665,   4096, 12288,     36,    32,  8,  128,     40960,    36, **QWEN)
+RANK_0_6B     = Config(151669,   1024,  3072,     28,    16,  8,  128,     40960,    28, **TIED)
+RANK_4B       = Config(151669,   2560,  9728,     36,    32,  8,  128,     40960,    36, **TIED)
+RANK_8B       = Config(151669,   4096, 12288,     36,    32,  8,  128,     40960,    36, **QWEN)
 
 CONFIGS = {
     "qwen3-0.6b":             Released(QWEN3_0_6B,       "Qwen/Qwen3-0.6B"),
@@ -87,6 +94,12 @@ CONFIGS = {
     "qwen3-14b":              Released(QWEN3_14B,        "Qwen/Qwen3-14B"),
     "qwen3-14b-base":         Released(base(QWEN3_14B),  "Qwen/Qwen3-14B-Base"),
     "qwen3-32b":              Released(QWEN3_32B,        "Qwen/Qwen3-32B"),
+    "qwen3-embedding-0.6b":   Released(EMBED_0_6B,       "Qwen/Qwen3-Embedding-0.6B"),
+    "qwen3-embedding-4b":     Released(EMBED_4B,         "Qwen/Qwen3-Embedding-4B"),
+    "qwen3-embedding-8b":     Released(EMBED_8B,         "Qwen/Qwen3-Embedding-8B"),
+    "qwen3-reranker-0.6b":    Released(RANK_0_6B,        "Qwen/Qwen3-Reranker-0.6B"),
+    "qwen3-reranker-4b":      Released(RANK_4B,          "Qwen/Qwen3-Reranker-4B"),
+    "qwen3-reranker-8b":      Released(RANK_8B,          "Qwen/Qwen3-Reranker-8B"),
 }
 # fmt: on
 

@@ -7,6 +7,11 @@ step need not copy the layer. Tokens at negative positions are padding, and not 
 
 The first axis of every array is the layers, the second the batch; `layer` is a scalar.
 `init_cache` makes a model's caches, and may widen their windows and keep their vectors in 8 bits.
+
+Vectors may lie in pages, so that the rows of a batch need no more memory than their texts, and may share what they have
+in common (PagedAttention, arXiv:2309.06180). Then the second axis of their arrays is the pages, the third the slots of
+a page, and a cache's `table` has the numbers of each row's pages: `table[0, row, i]` holds positions i * slots to
+(i + 1) * slots - 1. Who decides which page is whose is `zoo.generation.pages`.
 """
 
 import abc
@@ -28,6 +33,7 @@ from kernels.quantized_matmul.quantize import quantize
 from kernels.stacked import read
 
 
+LEAF = dict(is_leaf=lambda node: node is None)  # for `eqx.tree_at`, of a field that may be None
 NEVER = jnp.iinfo(jnp.int32).max  # the position of what was never written: causality hides it from every query
 
 
@@ -53,6 +59,35 @@ class AbstractCache(eqx.Module):
     def widened(self, more: int) -> "AbstractCache":
         """Makes an empty cache with room for so many more positions than its layers see, if it keeps only a window."""
 
+    @abc.abstractmethod
+    def paged(self, pages: "PagesOf", slots: int, length: int) -> "AbstractCache":
+        """Makes an empty cache for positions 0 to `length` - 1 whose vectors lie in pages of so many slots, if it has
+        vectors for positions. There are `pages(window)` pages for layers that see `window` positions back."""
+
+    @abc.abstractmethod
+    def of_rows(self) -> "AbstractCache":
+        """Replaces each array by whether its second axis is the rows of the batch. That of pages is not."""
+
+
+PagesOf = Callable[[int | None], int]
+"""The number of pages that layers share which see so many positions back; None: all."""
+
+
+def all_of_rows(cache: AbstractCache) -> Any:
+    """`AbstractCache.of_rows` of a cache that has nothing in pages: all arrays, but not the layer's number."""
+    return eqx.tree_at(lambda c: c.layer, jax.tree.map(lambda _: True, cache), False)
+
+
+class AbstractPagedCache(AbstractCache):
+    """A cache of vectors of positions, which may lie in pages. Without a table, row n of the batch is page n."""
+
+    table: eqx.AbstractVar[Int[Array, "1 rows row_pages"] | None]
+    """The numbers of each row's pages. A number that no page has stands where the row has none: what is written there
+    is dropped, and what is read there may be anything."""
+
+    window: eqx.AbstractVar[int | None]
+    """With a table: the number of positions that the layers see; None: all."""
+
 
 def split_over(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Chooses which of these axes of a mesh split an axis of an array of this size."""
@@ -73,8 +108,8 @@ class Int8Vectors(eqx.Module):
         return self.values.shape
 
 
-class KV(AbstractCache):
-    """Keys and values of every position so far.
+class KV(AbstractPagedCache):
+    """Keys and values of every position so far; in pages also of a window alone.
 
     Index i along `length` holds position i. So causality masks all that has not been reached, whatever lies there, and
     the only state of a decode is these arrays and the caller's `positions`.
@@ -83,6 +118,8 @@ class KV(AbstractCache):
     k: Float[Array, "layers batch length heads dim"] | Int8Vectors
     v: Float[Array, "layers batch length heads v_dim"] | Int8Vectors
     layer: Int[Array, ""]
+    table: Int[Array, "1 rows row_pages"] | None = None
+    window: int | None = eqx.field(static=True, default=None)
     rewinds: ClassVar[bool] = True
 
     @classmethod
@@ -97,27 +134,41 @@ class KV(AbstractCache):
         *,
         v_dim: int | None = None,
     ) -> "KV":
-        return cls(*_empty(layers, batch, length, heads, dim, v_dim, dtype), jnp.array(0, jnp.int32))
+        k, v = _empty(layers, batch, length, heads, dim, v_dim, dtype)
+        return cls(k=k, v=v, layer=jnp.array(0, jnp.int32))
 
     def update(
         self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads v_dim"], at: Tokens
     ) -> tuple["KV", Stacked, Stacked, Tokens]:
         """Writes new keys and values. Returns the cache, this layer's keys and values, and where they stand."""
-        where = (self.layer, jnp.arange(len(k))[:, None], _indices(at, k, self.k.shape[2]))
-        new = KV(_write(self.k, where, k), _write(self.v, where, v), self.layer)
-        spans = None if at.spans is None else jnp.full(self.k.shape[1:3], -1).at[where[1:]].set(at.spans)
-        k_at = Tokens(spans=spans)  # of this call's tokens alone: earlier ones have ended
-        return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), k_at
+        positions = positions_of(at, k)
+        where = _where(self, positions, self.k.shape)
+        new = dataclasses.replace(self, k=_write(self.k, where, k), v=_write(self.v, where, v))
+        table, first = _view(self, positions, self.k.shape[2])
+        keys, values = (_read(x, self.layer, dtype, table) for x, dtype in ((new.k, k.dtype), (new.v, v.dtype)))
+        index = jnp.arange(keys.shape[1])[None]
+        spans = None
+        if at.spans is not None:  # of this call's tokens alone: earlier ones have ended
+            here = (jnp.arange(len(k))[:, None], jnp.where(positions < 0, index.size, positions - first))
+            spans = jnp.full(keys.shape[:2], -1).at[here].set(at.spans)
+        return new, keys, values, Tokens(None if self.window is None else first + index, spans=spans)
 
     def partition_specs(self, sizes: Mapping[str, int]) -> "KV":
-        k, v = (_vector_specs(x, sizes) for x in (self.k, self.v))
-        return eqx.tree_at(lambda c: (c.k, c.v, c.layer), self, (k, v, P()))
+        k, v = (_vector_specs(x, sizes, paged=self.table is not None) for x in (self.k, self.v))
+        return eqx.tree_at(lambda c: (c.k, c.v, c.layer, c.table), self, (k, v, P(), _table_spec(self, sizes)), **LEAF)
 
     def in_int8(self) -> "KV":
         return eqx.tree_at(lambda c: (c.k, c.v), self, (_int8(self.k), _int8(self.v)))
 
     def widened(self, more: int) -> "KV":
         return self
+
+    def paged(self, pages: PagesOf, slots: int, length: int) -> "KV":
+        return _paged_kv(self, None, pages, slots, length)
+
+    def of_rows(self) -> "KV":
+        vectors = jax.tree.map(lambda _: self.table is None, (self.k, self.v))
+        return eqx.tree_at(lambda c: (c.k, c.v), all_of_rows(self), vectors)
 
 
 class WindowKV(AbstractCache):
@@ -202,8 +253,14 @@ class WindowKV(AbstractCache):
         more_spare, v_dim = self.spare + more, self.v.shape[-1]
         return WindowKV.init(layers, batch, length + more, heads, dim, self.k.dtype, more_spare, v_dim=v_dim)
 
+    def paged(self, pages: PagesOf, slots: int, length: int) -> KV:
+        return _paged_kv(self, self.k.shape[2] - self.spare, pages, slots, length)
 
-class LatentKV(AbstractCache):
+    def of_rows(self) -> "WindowKV":
+        return all_of_rows(self)
+
+
+class LatentKV(AbstractPagedCache):
     """The cache of multi-head latent attention (arXiv:2405.04434, section 2.1): at each position one latent vector,
     from which all heads' keys and values are made, and one rotary key. Index i holds position i."""
 
@@ -211,24 +268,29 @@ class LatentKV(AbstractCache):
     """The first `rank` features are the latent, the others the rotary key. In 8 bits each has a scale of its own."""
     layer: Int[Array, ""]
     rank: int = eqx.field(static=True)
+    table: Int[Array, "1 rows row_pages"] | None = None
+    window: ClassVar[None] = None
     rewinds: ClassVar[bool] = True
 
     @classmethod
     def init(cls, layers: int, batch: int, length: int, rank: int, rope: int, dtype: DTypeLike) -> "LatentKV":
-        return cls(jnp.zeros((layers, batch, length, rank + rope), dtype), jnp.array(0, jnp.int32), rank)
+        latents = jnp.zeros((layers, batch, length, rank + rope), dtype)
+        return cls(latents=latents, layer=jnp.array(0, jnp.int32), rank=rank)
 
     def update(self, latents: Float[Array, "batch seq features"], at: Tokens) -> tuple["LatentKV", Stacked, Tokens]:
         """Writes new latents, each with its rotary key. Returns the cache, this layer's, as keys of one head, and where
         they stand."""
-        where = (self.layer, jnp.arange(len(latents))[:, None], _indices(at, latents, self.latents.shape[2]))
+        where = _where(self, positions_of(at, latents), self.latents.shape)
         new = _write(self.latents, where, latents)
-        found = _read(new, self.layer, latents.dtype)
+        found = _read(new, self.layer, latents.dtype, None if self.table is None else self.table[0])
         of_one_head = dataclasses.replace(found, stack=found.stack[:, :, :, None])
-        return LatentKV(new, self.layer, self.rank), of_one_head, Tokens()
+        return dataclasses.replace(self, latents=new), of_one_head, Tokens()
 
     def partition_specs(self, sizes: Mapping[str, int]) -> "LatentKV":
-        specs = _vector_specs(self.latents, sizes, heads=False)
-        return eqx.tree_at(lambda c: (c.latents, c.layer), self, (specs, P()))
+        specs = _vector_specs(self.latents, sizes, heads=False, paged=self.table is not None)
+        return eqx.tree_at(
+            lambda c: (c.latents, c.layer, c.table), self, (specs, P(), _table_spec(self, sizes)), **LEAF
+        )
 
     def in_int8(self) -> "LatentKV":
         rope = self.latents.shape[3] - self.rank
@@ -236,6 +298,16 @@ class LatentKV(AbstractCache):
 
     def widened(self, more: int) -> "LatentKV":
         return self
+
+    def paged(self, pages: PagesOf, slots: int, length: int) -> "LatentKV":
+        assert isinstance(self.latents, jax.Array)
+        layers, batch, _, features = self.latents.shape
+        latents = jnp.zeros((layers, pages(None), slots, features), self.latents.dtype)
+        return dataclasses.replace(self, latents=latents, table=_empty_table(batch, slots, length))
+
+    def of_rows(self) -> "LatentKV":
+        vectors = jax.tree.map(lambda _: self.table is None, self.latents)
+        return eqx.tree_at(lambda c: c.latents, all_of_rows(self), vectors)
 
 
 class NoCache(AbstractCache):
@@ -252,6 +324,12 @@ class NoCache(AbstractCache):
 
     def widened(self, more: int) -> "NoCache":
         return self
+
+    def paged(self, pages: PagesOf, slots: int, length: int) -> "NoCache":
+        return self
+
+    def of_rows(self) -> "NoCache":
+        return all_of_rows(self)
 
 
 def init_kv(
@@ -288,14 +366,23 @@ class HasCache(Protocol):
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any: ...
 
 
-def init_cache(model: HasCache, batch: int, length: int, dtype: DTypeLike | None = None, *, widen: int = 0) -> Any:
+def init_cache(
+    model: HasCache,
+    batch: int,
+    length: int,
+    dtype: DTypeLike | None = None,
+    *,
+    widen: int = 0,
+    pages: PagesOf | None = None,
+    slots: int = 64,
+) -> Any:
     """Makes an empty cache of a model, for positions 0 to `length` - 1.
 
     `dtype` None is the model's own, and may be any of floating-point numbers: attention then casts a layer of the cache
     to the model's at each call. "int8" keeps each vector in 8 bits (a head's key or value at a position; latent
     attention's two vectors): `update` quantises as it writes, and attention reads integers and scales. Windows keep
     `widen` more positions than they see: a caller that takes so many tokens back (speculative decoding) still finds the
-    keys that these overwrote.
+    keys that these overwrote. With `pages`, vectors lie in pages of so many `slots`, for which the caller sets tables.
 
     Raises:
         ValueError: for any other dtype.
@@ -310,6 +397,8 @@ def init_cache(model: HasCache, batch: int, length: int, dtype: DTypeLike | None
     own = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))[0].dtype
     caches = model.init_cache(batch, length, own if dtype is None or int8 else dtype)
     caches = each(lambda cache: cache.widened(widen), caches)
+    if pages is not None:
+        caches = each(lambda cache: cache.paged(pages, slots, length), caches)
     return each(lambda cache: cache.in_int8(), caches) if int8 else caches
 
 
@@ -338,9 +427,11 @@ def _quantized(x: Float[Array, "*vectors dim"], parts: tuple[int, ...]) -> tuple
     return jnp.concatenate(values, axis=-1), scale, parts
 
 
-def _vector_specs(x: Any, sizes: Mapping[str, int], *, heads: bool = True) -> Any:
-    """Specs of vectors [layers, batch, length, ...]: sequences are split over the batch's axes, heads over "tensor"."""
-    rows = split_over(x.shape[1], BATCH, sizes)
+def _vector_specs(x: Any, sizes: Mapping[str, int], *, heads: bool = True, paged: bool = False) -> Any:
+    """Specs of vectors [layers, batch, length, ...]: sequences are split over the batch's axes, heads over "tensor".
+
+    Pages are not split, since any row may use any of them."""
+    rows = () if paged else split_over(x.shape[1], BATCH, sizes)
     spec = P(None, rows, None, split_over(x.shape[3], (TENSOR,), sizes)) if heads else P(None, rows)
     of = lambda vectors: (vectors.values, vectors.scale)
     return eqx.tree_at(of, x, (spec, spec)) if isinstance(x, Int8Vectors) else spec
@@ -353,12 +444,57 @@ def _write(store: Array | Int8Vectors, where: tuple[Array, ...], new: Float[Arra
     return Int8Vectors(store.values.at[where].set(values), store.scale.at[where].set(scale), parts)
 
 
-def _read(store: Array | Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike) -> Stacked:
-    if not isinstance(store, Int8Vectors):
-        if store.dtype != dtype:  # attention takes one dtype: the layer is cast whole
-            return Stacked.of(jax.lax.dynamic_index_in_dim(store, layer, keepdims=False).astype(dtype))
-        return Stacked(store, layer)
-    return Stacked(store.values, layer, store.scale, store.parts, np.dtype(dtype))
+def _read(
+    store: Array | Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike, table: Int[Array, "batch pages"] | None = None
+) -> Stacked:
+    if isinstance(store, Int8Vectors):
+        return Stacked(store.values, layer, store.scale, store.parts, np.dtype(dtype), table)
+    found = Stacked(store, layer, table=table)
+    return found if store.dtype == dtype else Stacked.of(found.read().astype(dtype))  # attention takes one dtype
+
+
+def _empty_table(batch: int, slots: int, length: int) -> Int[Array, "1 rows row_pages"]:
+    return jnp.zeros((1, batch, -(-length // slots)), jnp.int32)
+
+
+def _table_spec(cache: AbstractPagedCache, sizes: Mapping[str, int]) -> P | None:
+    return None if cache.table is None else P(None, split_over(cache.table.shape[1], BATCH, sizes))
+
+
+def _paged_kv(cache: KV | WindowKV, window: int | None, pages: PagesOf, slots: int, length: int) -> KV:
+    assert isinstance(cache.k, jax.Array) and isinstance(cache.v, jax.Array)
+    layers, batch, _, heads, dim = cache.k.shape
+    k, v = _empty(layers, pages(window), slots, heads, dim, cache.v.shape[-1], cache.k.dtype)
+    return KV(k=k, v=v, layer=cache.layer, table=_empty_table(batch, slots, length), window=window)
+
+
+def _where(cache: AbstractPagedCache, positions: Int[Array, "batch seq"], shape: tuple[int, ...]) -> tuple[Array, ...]:
+    """Returns the index of each token's vector in arrays of this shape. That of padding is out of bounds: it is not
+    written, nor are tokens for which a row has no page."""
+    _, rows, length, *_ = shape
+    padding = positions < 0
+    if cache.table is None:
+        return cache.layer, jnp.arange(len(positions))[:, None], jnp.where(padding, length, positions)
+    number = jnp.where(padding, cache.table.shape[2], positions // length)
+    page = jnp.take_along_axis(cache.table[0], number, axis=1, mode="fill", fill_value=rows)
+    return cache.layer, page, positions % length
+
+
+def _view(
+    cache: KV, positions: Int[Array, "batch seq"], slots: int
+) -> tuple[Int[Array, "batch pages"] | None, Int[Array, "batch 1"] | int]:
+    """Returns the pages that the tokens of a call may see, and the position at which they begin.
+
+    Layers with a window see a few pages, from the first one that the first token sees. The tokens of a row lie within
+    as many positions as the call has tokens.
+    """
+    if cache.table is None or cache.window is None:
+        return None if cache.table is None else cache.table[0], 0
+    first = jnp.min(jnp.where(positions < 0, NEVER, positions), axis=1, keepdims=True)
+    begin = jnp.maximum(jnp.where(first == NEVER, 0, first) - cache.window + 1, 0) // slots
+    count = min(cache.table.shape[2], -(-(cache.window + positions.shape[1] - 2) // slots) + 1)
+    table = jnp.take_along_axis(cache.table[0], begin + jnp.arange(count)[None], axis=1, mode="clip")
+    return table, begin * slots
 
 
 def positions_of(at: Tokens, new: Float[Array, "batch seq ..."]) -> Int[Array, "batch seq"]:
@@ -370,9 +506,3 @@ def positions_of(at: Tokens, new: Float[Array, "batch seq ..."]) -> Int[Array, "
     if at.segments is not None:
         raise ValueError("A cache holds one document a row: leave segments out where there is one, or the cache.")
     return jnp.broadcast_to(jnp.arange(new.shape[1]), new.shape[:2]) if at.positions is None else at.positions
-
-
-def _indices(at: Tokens, new: Float[Array, "batch seq ..."], length: int) -> Int[Array, "batch seq"]:
-    """Returns the index at which to write each token. Padding gets one out of bounds, which is not written."""
-    positions = positions_of(at, new)
-    return jnp.where(positions < 0, length, positions)

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from kernels import Tokens
 from kernels.mesh import split_lookup
 from zoo.nn.cache import AbstractCache
+from zoo.nn.heads import AbstractHead
 from zoo.nn.layers import Embedding
 from zoo.nn.stack import Caches, Reports, Stack
 
@@ -144,12 +145,15 @@ def pad_patches(patches: Sequence[np.ndarray] | np.ndarray, most: int = 0) -> np
 class AbstractModel(eqx.Module):
     """A family's `Model`: `logits = model(tokens)`.
 
-    `embed_tokens` is the embedding of tokens, `layers` are the decoder's, and `config` is static.
+    `embed_tokens` is the embedding of tokens, `layers` are the decoder's, and `config` is static. A `head` stands in
+    the place of the output embeddings, which a model with a head lacks; families know nothing of it.
     """
 
     config: eqx.AbstractVar[AbstractConfig]
     embed_tokens: eqx.AbstractVar[Embedding]
     layers: eqx.AbstractVar[Stack]
+    # The converter makes the default a field of each model, whose class has an `__init__` that knows of no head.
+    head: AbstractHead | None = eqx.field(default=None, converter=lambda head: head, kw_only=True)
 
     @abc.abstractmethod
     def forward(
@@ -204,15 +208,28 @@ class AbstractModel(eqx.Module):
         return (*caches, (cache.init(batch),)) if cache else caches
 
     def __call__(
-        self, tokens: Int[Array, "batch seq"], *, images: Images | None = None
-    ) -> Float[Array, "batch seq vocab"]:
-        """Logits of the token that follows each.
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        segments: Int[Array, "batch seq"] | None = None,
+        images: Images | None = None,
+    ) -> Float[Array, "batch seq vocab"] | Float[Array, "batch ..."]:
+        """Logits of the token that follows each; or, with a head, its result for each row, which is one text.
+
+        The results are [batch, width] of an `EmbeddingHead`, [batch, labels] of a `ClassificationHead`, and [batch] of
+        a `RewardHead`.
+
+        Args:
+            segments: as for `hidden`; for a head, 0 is padding and 1 the text. None: all tokens are the row's text,
+                except that the head's `pad` is none of its tokens.
 
         Raises:
             ValueError: for images, if the model takes none.
         """
-        x, _, _ = self.hidden(tokens, images=images)
-        return self.unembed(x)
+        x, _, _ = self.hidden(tokens, segments=segments, images=images)
+        if self.head is None:
+            return self.unembed(x)
+        return self.head(x, self.head.members(tokens, segments))[:, 0]
 
     def decode(
         self, tokens: Int[Array, "batch seq"], cache: Caches, *, positions: Int[Array, "batch seq"]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kernels import Slots, Tokens
 from kernels.mesh import BATCH, TENSOR
-from zoo.nn.cache import NEVER, AbstractCache, positions_of, split_over
+from zoo.nn.cache import NEVER, AbstractCache, PagesOf, all_of_rows, positions_of, split_over
 
 
 X = TypeVar("X")
@@ -57,6 +57,12 @@ class RecurrentCache(AbstractCache):
     def widened(self, more: int) -> "RecurrentCache":
         wide = lambda x: jnp.zeros((*x.shape[:2], x.shape[2] + more, *x.shape[3:]), x.dtype)
         return eqx.tree_at(lambda c: (c.state, c.tail), self, replace_fn=wide)
+
+    def paged(self, pages: PagesOf, slots: int, length: int) -> "RecurrentCache":
+        return self
+
+    def of_rows(self) -> "RecurrentCache":
+        return all_of_rows(self)
 
     def advance(self, step: Step[X, Y], x: X, positions: Int[Array, "batch seq"]) -> tuple[Y, "RecurrentCache"]:
         """Runs `step` from the state before the first of these positions, and keeps the state after the last one."""

@@ -14,7 +14,7 @@ import kernels
 from kernels import Tokens
 from kernels.mesh import BATCH, TENSOR
 from kernels.sums import spread
-from zoo.nn.cache import NEVER, AbstractCache, positions_of, split_over
+from zoo.nn.cache import NEVER, AbstractCache, PagesOf, all_of_rows, positions_of, split_over
 from zoo.nn.layers import AbstractLinear, Conv1d, Linear
 from zoo.nn.mixer import AbstractMixer
 
@@ -61,6 +61,12 @@ class ConvCache(AbstractCache):
     def widened(self, more: int) -> "ConvCache":
         layers, batch, length, channels = self.inputs.shape
         return ConvCache.init(layers, batch, length + more, channels, self.inputs.dtype)
+
+    def paged(self, pages: PagesOf, slots: int, length: int) -> "ConvCache":
+        return self
+
+    def of_rows(self) -> "ConvCache":
+        return all_of_rows(self)
 
 
 class ShortConv(AbstractMixer):

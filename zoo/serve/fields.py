@@ -7,8 +7,9 @@ Fields are those of OpenAI's API reference, except that `top_k`, `min_p`, `repet
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from zoo.text.messages import is_image
 
@@ -53,7 +54,7 @@ def is_word(value: Any) -> bool:
     return is_text(value) and value != ""
 
 
-def is_object(value: Any) -> bool:
+def is_object(value: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict)
 
 
@@ -62,6 +63,44 @@ def are_stops(value: Any) -> bool:
     return listed(is_word)(stops) and len(stops) <= STOPS and all(len(stop) <= STOP for stop in stops)
 
 
+def is_function(value: Any) -> bool:
+    """Whether this has the form {"type": "function", "function": {"name": ...}}; names are OpenAI's, with dots."""
+    function = value.get("function") if is_object(value) and value.get("type") == "function" else None
+    name = function.get("name") if is_object(function) else None
+    return isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name) is not None
+
+
+def is_tool(value: Any) -> bool:
+    return (
+        is_function(value)
+        and is_object(value["function"].get("parameters", {}))
+        and not value["function"].get("strict")
+    )
+
+
+def is_structure(value: Any) -> bool:
+    """Whether this is a grammar for replies in vLLM's form."""
+    tests = {"json": is_object, "regex": is_word, "grammar": is_word, "choice": listed(is_word)}
+    return is_object(value) and len(value) == 1 and all(name in tests and tests[name](v) for name, v in value.items())
+
+
+def is_format(value: Any) -> bool:
+    """Whether this is a `response_format`."""
+    if not is_object(value) or value.get("type") != "json_schema":
+        return value in ({"type": "text"}, {"type": "json_object"})
+    schema = value.get("json_schema")
+    return value.keys() == {"type", "json_schema"} and is_object(schema) and is_object(schema.get("schema"))
+
+
+def are_biases(value: Any) -> bool:
+    """Whether this maps token ids, which are strings in JSON, to biases."""
+    if not is_object(value) or len(value) > BIASES:
+        return False
+    biases = [type(v) in (int, float) and -100 <= v <= 100 for v in value.values()]
+    return all(biases) and all(re.fullmatch("[0-9]{1,9}", id) for id in value)
+
+
+BIASES = 1024  # most tokens of a `logit_bias`
 STOPS, STOP = 16, 256  # most stop strings, and most characters of each: all are searched for at every token
 BODY, REPLIES = 2**23, 1024  # most bytes of a body, and most replies to one request
 TOP = 20  # most tokens with log-probabilities at each position
@@ -90,20 +129,36 @@ BOTH = {
     "frequency_penalty": number(-2, 2),
     "presence_penalty": number(-2, 2),
     "repetition_penalty": Field("a number above 0", lambda v: type(v) in (int, float) and 0 < v < math.inf),
-    "logit_bias": only({}),
+    "logit_bias": Field("an object of up to 1024 token ids, with numbers from -100 to 100", are_biases),
+    "structured_outputs": Field(
+        'an object with one of "json", a schema, "regex", "choice", a list of strings, and "grammar", of Lark',
+        is_structure,
+    ),
 }
 CHAT = BOTH | {
     "messages": Field("a list of objects with a role", listed(lambda v: is_object(v) and is_text(v.get("role")))),
     "max_tokens": number(1, whole=True),
     "max_completion_tokens": number(1, whole=True),
-    "tools": Field("a list of objects", listed(is_object)),
-    "tool_choice": only("auto"),
+    "tools": Field(
+        'a list of {"type": "function", "function": {"name": ..., "parameters": {...}}}, without "strict"',
+        lambda v: v == [] or listed(is_tool)(v),
+    ),
+    "tool_choice": Field(
+        '"auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+        lambda v: v in ("auto", "none", "required") or is_function(v),
+    ),
+    "parallel_tool_calls": flag,
     "chat_template_kwargs": Field(
         "an object that names neither messages nor self",
         lambda v: is_object(v) and not v.keys() & {"messages", "self"},
     ),
-    "response_format": only({"type": "text"}),
-    "logprobs": only(False),
+    "reasoning_effort": Field("a string that is not empty", is_word),
+    "response_format": Field(
+        '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}',
+        is_format,
+    ),
+    "logprobs": flag,
+    "top_logprobs": number(0, TOP, whole=True),
 }
 COMPLETIONS = BOTH | {
     "prompt": Field(
@@ -115,6 +170,15 @@ COMPLETIONS = BOTH | {
     "suffix": only(""),
     "best_of": only(1),
 }
+MODEL = {"model": BOTH["model"], "user": BOTH["user"]}
+TEXTS = Field("a string, or a list of strings", lambda v: is_text(v) or listed(is_text)(v))
+EMBEDDINGS = MODEL | {
+    "input": TEXTS,
+    "encoding_format": Field('"float" or "base64"', lambda v: v in ("float", "base64")),
+    "dimensions": number(1, whole=True),
+    "prompt_name": Field("a string", is_text),
+}
+SCORE = MODEL | {"text_1": Field("a string", is_text), "text_2": TEXTS, "instruction": Field("a string", is_text)}
 
 
 def read(body: bytes | bytearray, fields: dict[str, Field], required: str) -> dict[str, Any]:
@@ -173,3 +237,12 @@ def in_template_form(message: dict[str, Any], images: bool) -> dict[str, Any]:
 def _with_object(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     return function | {"arguments": json.loads(arguments) if is_text(arguments) else arguments}
+
+
+def in_older_form(message: dict[str, Any]) -> dict[str, Any]:
+    """Brings a message with calls into the form of DeepSeek's templates: arguments as texts, and always a content."""
+    if not message.get("tool_calls"):
+        return message
+    text = lambda function: function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    calls = [call | {"function": text(call["function"])} for call in message["tool_calls"]]
+    return message | {"tool_calls": calls, "content": message.get("content") or ""}

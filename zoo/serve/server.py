@@ -3,57 +3,57 @@
 import asyncio
 import contextlib
 import dataclasses
-import hmac
-import itertools
-import json
-import re
+import functools
+import pathlib
 import secrets
 import time
 import uuid
-import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from zoo.generation.constraints import AbstractConstraint
+from zoo.generation.decoding import CHUNK
 from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling
-from zoo.generation.speculative import AbstractDraft
-from zoo.nn.model import AbstractModel, Images, has_vision
+from zoo.serve import texts
+from zoo.serve.answers import Scores, choice, delta, event, message, usage
 from zoo.serve.fields import (
     BODY,
     CHAT,
     COMPLETIONS,
-    HELD,
-    IMAGES,
-    PATCHES,
-    PIXELS,
+    EMBEDDINGS,
     REPLIES,
+    SCORE,
     Field,
     Refusal,
-    in_template_form,
+    is_object,
     is_text,
     read,
 )
-from zoo.serve.worker import Ask, Reply, Worker
-from zoo.text.harmony import Parts
-from zoo.text.messages import has_images
-from zoo.text.prompts import Limits, TooLong, check_room, encode_prompt
-from zoo.text.tokenizer import Tokenizer
+from zoo.serve.guard import Guard
+from zoo.serve.metrics import Metrics
+from zoo.serve.prompts import Prompts
+from zoo.serve.reply import Ask, Gain, Reply
+from zoo.serve.served import Served
+from zoo.serve.worker import Worker
+from zoo.text.messages import Tools
+from zoo.text.prompts import check_room
+from zoo.text.replies import Piece
 
 
 STRIDE = 4  # tokens of a step: with more the device waits less for the host, with fewer clients wait less
+PAGE = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 class Server:
-    """Serves one model under one name. `app()` is the ASGI application.
+    """Serves models by their names; requests without a name get the first. `app()` is the ASGI application.
 
     Requests must carry `api_key`, if there is one. Their Host header must name localhost or one of `hosts`, because any
     web page can point a host name of its own at this machine. "*", or an address that means all interfaces, turns this
@@ -64,31 +64,39 @@ class Server:
 
     def __init__(
         self,
-        name: str,
-        model: AbstractModel,
-        tokenizer: Tokenizer,
+        served: Sequence[Served],
         *,
         batch: int,
         max_tokens: int,
-        draft: AbstractDraft | None = None,
+        chunk: int = CHUNK,
         api_key: str | None = None,
         hosts: Sequence[str] = (),
     ):
+        """
+        Args:
+            served: models of one architecture, such as one without and with adapters.
+            batch: rows of each model's engine.
+            max_tokens: most tokens of a prompt and its reply.
+            chunk: most tokens of prompts that are read between two tokens of a reply.
+        """
         for option, value in ("batch", batch), ("max_tokens", max_tokens):
             if value < 1:
                 raise ValueError(f"{option}={value} leaves no room for any reply; it must be at least 1.")
-        self.name, self.model, self.tokenizer, self.vocab_size = name, model, tokenizer, model.config.vocab_size
+        self.served = {each.name: each for each in served}
+        if len(self.served) < len(served):
+            raise ValueError(f"Two models have one name: {', '.join(each.name for each in served)}.")
         self.api_key = api_key
         self.hosts = (
             None if {"*", "0.0.0.0", "::"} & {*hosts} else {"localhost", "127.0.0.1", "::1", *map(str.lower, hosts)}
         )
-        self.positions = min(max_tokens, model.config.max_position_embeddings)
-        make = lambda: Engine(
-            model, batch=batch, max_tokens=self.positions, stops=tokenizer.eos, stride=STRIDE, draft=draft
-        )
-        self.worker = Worker(model, make)
-        self._seeing, self._count = asyncio.Lock(), itertools.count()
-        self._held: weakref.WeakValueDictionary[int, Images] = weakref.WeakValueDictionary()  # of requests in progress
+        self.positions = min(max_tokens, *(each.model.config.max_position_embeddings for each in served))
+        make = lambda each: Engine(
+            each.model, batch=batch, max_tokens=self.positions, stops=each.tokenizer.eos, stride=STRIDE,
+            draft=each.draft, chunk=chunk, prefixes=True,
+        )  # fmt: skip
+        self.metrics = Metrics()
+        self.worker = Worker(served[0], make, self.metrics)
+        self._prompts = Prompts(self.positions)
 
     def app(self) -> ASGIApp:
         @contextlib.asynccontextmanager
@@ -100,114 +108,172 @@ class Server:
         app = Starlette(
             routes=[
                 Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.model),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+                Route("/v1/score", self.score, methods=["POST"]),
+                Route("/", self.page),
+                Route("/health", self.health),
+                Route("/metrics", self.counts),
             ],
             exception_handlers={Refusal: refused, HTTPException: not_routed, Exception: failed},
             lifespan=lifespan,
         )
 
-        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._guarded(app, scope, receive, send)
-
-        return guarded
+        return Guard(app, self.api_key, self.hosts, self.metrics)
 
     async def models(self, request: Request) -> Response:
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "zoo", "max_model_len": self.positions}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": list(map(self._about, self.served))})
+
+    async def model(self, request: Request) -> Response:
+        return JSONResponse(self._about(self._named(request.path_params["name"]).name))
+
+    def _about(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "zoo", "max_model_len": self.positions}
+
+    def _named(self, name: str) -> Served:
+        if name not in self.served:
+            known = ", ".join(map(repr, self.served))
+            raise Refusal(
+                f"There is no model {name!r} here, only {known}.", "model", status=404, code="model_not_found"
+            )
+        return self.served[name]
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(PAGE, headers={"X-Frame-Options": "DENY"})
+
+    async def health(self, request: Request) -> Response:
+        if not self.worker.is_alive():
+            raise Refusal("The models' thread has ended.", status=503)
+        return JSONResponse({"status": "ok"})
+
+    async def counts(self, request: Request) -> Response:
+        running, waiting = self.worker.replies()
+        text = self.metrics.text({"zoo_replies_running": running, "zoo_replies_waiting": waiting})
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def embeddings(self, request: Request) -> Response:
+        return await self._texts(request, EMBEDDINGS, "input", texts.embeddings)
+
+    async def score(self, request: Request) -> Response:
+        return await self._texts(request, SCORE, "text_2", texts.scores)
+
+    async def _texts(
+        self, request: Request, fields: dict[str, Field], required: str,
+        answer: Callable[[dict[str, Any], Served], dict[str, Any]],
+    ) -> Response:  # fmt: skip
+        said, served = await self._read(request, fields, required)
+        try:
+            for text in [said[required]] if is_text(said[required]) else said[required]:
+                check_room(served.tokenizer, text, served.model.config.max_position_embeddings, required)
+            return JSONResponse(await self.worker.call(lambda: answer(said, served)))
+        except ValueError as error:
+            raise Refusal(str(error), required) from error
 
     async def completions(self, request: Request) -> Response:
-        said = await self._read(request, COMPLETIONS, "prompt")
+        said, served = await self._read(request, COMPLETIONS, "prompt")
         one = is_text(said["prompt"]) or type(said["prompt"][0]) is int
         prompts = [said["prompt"]] if one else said["prompt"]
         if is_text(prompts[0]):
-            prompts = await self._encode(prompts, "prompt", self.tokenizer.encode)
-        replies = self._replies(said, prompts, said.get("max_tokens", 16), "prompt")
+            prompts = await self._prompts.texts(served, prompts, "prompt", served.tokenizer.encode)
+        constraint = await self._constraint(said, served, lambda grammar: served.grammars.constraint(grammar))
+        ask = Ask(served, [], self._sampling(said, served, said.get("max_tokens", 16)), constraint=constraint)
+        replies = self._replies(said, ask, prompts, "prompt")
         echo, top = said.get("echo", False), said.get("logprobs")
-        echoed = lambda reply: self.tokenizer.decode(reply.ask.prompt) if echo else ""
+        echoed = lambda reply: served.tokenizer.decode(reply.ask.prompt) if echo else ""
         if said.get("stream"):
             if top is not None:
-                raise Refusal("logprobs cannot be streamed.", "logprobs")
-            shown = lambda reply, piece: {"text": piece, "logprobs": None}
-            openings = {reply: shown(reply, echoed(reply)) for reply in replies if echo}
-            return self._stream(said, "cmpl", "text_completion", replies, openings, shown)
+                raise Refusal("logprobs of completions cannot be streamed.", "logprobs")
+            shown = lambda text: {"text": text, "logprobs": None}
+            openings = {reply: shown(echoed(reply)) for reply in replies if echo}
+            gained = lambda gain: shown(gain.parts.answer)
+            return self._stream(said, "cmpl", "text_completion", replies, openings, gained)
 
         await unless_gone(request, self._finish(replies))
         contents = []
         for reply in replies:
-            logprobs = None if top is None else await self._logprobs(reply, top, echo)
+            logprobs = None
+            if top is not None:
+                start = 0 if echo else len(reply.ask.prompt)
+                logprobs = await self._scored(reply, Scores.completion, start, top)
             contents.append({"text": echoed(reply) + reply.text, "logprobs": logprobs})
         return self._whole("cmpl", "text_completion", replies, contents)
 
     async def chat(self, request: Request) -> Response:
-        said = await self._read(request, CHAT, "messages")
-        options = {"tools": said.get("tools"), "add_generation_prompt": True} | said.get("chat_template_kwargs", {})
-        images, sighted = None, has_vision(self.model)
-        messages = await asyncio.to_thread(lambda: [in_template_form(each, sighted) for each in said["messages"]])
-        try:
-            if has_images(messages):
-                prompt, images = await self._see(messages, options)
-            else:
-                rendered = await asyncio.to_thread(self.tokenizer.render_whole, messages, **options)
-                encode = lambda text: self.tokenizer.encode_marked(text)[0]
-                (prompt,) = await self._encode([rendered], "messages", encode)
-        except ValueError as error:
-            code = "context_length_exceeded" if isinstance(error, TooLong) else None
-            raise Refusal(str(error), "messages", code=code) from error
+        said, served = await self._read(request, CHAT, "messages")
+        tokenizer, tools, chosen = served.tokenizer, tools_of(said), said.get("tool_choice")
+        if "top_logprobs" in said and not said.get("logprobs"):
+            raise Refusal("top_logprobs needs logprobs.", "top_logprobs")
+        options = {"tools": tools, "add_generation_prompt": True} | said.get("chat_template_kwargs", {})
+        if effort := said.get("reasoning_effort"):
+            if "reasoning_effort" not in (tokenizer.chat_template or ""):
+                raise Refusal("The model's chat template has no place for a reasoning_effort.", "reasoning_effort")
+            options["reasoning_effort"] = effort
+        prompt, images = await self._prompts.chat(served, said["messages"], options)
+        constraint = await self._constraint(
+            said, served, lambda grammar: served.grammars.answer(grammar, prompt, tools)
+        )
+        begun = self._begun(served, prompt, chosen)
+        reader = functools.partial(tokenizer.reader, prompt, tools, begun)
+        prompt = prompt + tokenizer.encode(begun, special=False)
         new = said.get("max_completion_tokens", said.get("max_tokens", max(1, self.positions - len(prompt))))
-        replies = self._replies(said, [prompt], new, "messages", special=self.tokenizer.channels, images=images)
-        parts = {reply: Parts(self.tokenizer.channels) for reply in replies}
-
-        def shown(reply: Reply, piece: str) -> dict[str, str]:
-            reasoning, answer = parts[reply].push(piece)
-            return {"content": answer} | ({"reasoning_content": reasoning} if reasoning else {})
-
+        ask = Ask(
+            served, [], self._sampling(said, served, new), special=tokenizer.delimiters(tools), reader=reader,
+            constraint=constraint, images=images,
+            parallel=said.get("parallel_tool_calls", True) and not is_object(chosen),
+        )  # fmt: skip
+        replies = self._replies(said, ask, [prompt], "messages")
         if said.get("stream"):
+            if said.get("logprobs") and (said.get("top_logprobs") or not has_logprobs(ask.sampling)):
+                raise Refusal("logprobs are streamed without top_logprobs, at temperature 0 or 1.", "logprobs")
             openings = {reply: {"delta": {"role": "assistant", "content": ""}} for reply in replies}
-            deltas = lambda reply, piece: {"delta": shown(reply, piece)}
+
+            def deltas(gain: Gain) -> dict[str, Any]:
+                scores = Scores.drawn(tokenizer, gain.tokens, gain.logprobs)
+                return {"delta": delta(gain)} | ({"logprobs": scores.chat(1, 0)} if said.get("logprobs") else {})
+
             return self._stream(said, "chatcmpl", "chat.completion.chunk", replies, openings, deltas)
 
         await unless_gone(request, self._finish(replies))
-        contents = [{"message": {"role": "assistant"} | shown(reply, reply.text)} for reply in replies]
+        contents, top = [], said.get("top_logprobs", 0)
+        for reply in replies:
+            logprobs = None
+            if said.get("logprobs"):
+                logprobs = await self._scored(reply, Scores.chat, len(prompt), top)
+            contents.append({"message": message(reply.parts), "logprobs": logprobs})
         return self._whole("chatcmpl", "chat.completion", replies, contents)
 
-    async def _guarded(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks the host name and the API key of a request before anything else reads the request.
+    def _begun(self, served: Served, prompt: list[int], chosen: Any) -> str:
+        """Returns the text with which a reply to a prompt has to begin, by its `tool_choice`."""
+        if chosen in (None, "auto", "none"):
+            return ""
+        try:
+            return served.tokenizer.beginning(prompt, None if chosen == "required" else chosen["function"]["name"])
+        except ValueError as error:
+            raise Refusal(str(error), "tool_choice") from error
 
-        A response before the whole body has arrived closes the connection, which would wait for the rest without end.
-        """
-        if scope["type"] != "http":
-            return await app(scope, receive, send)
-        request = Request(scope)
-        arrived = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+    async def _constraint(
+        self, said: dict[str, Any], served: Served, make: Callable[[str], AbstractConstraint]
+    ) -> Callable[[], AbstractConstraint] | None:
+        """Compiles the grammar that replies must follow, in a thread, and lets `make` try it; None without any."""
+        if (structure := structure_of(said)) is None:
+            return None
+        field, kind, value = structure
+        if said.get("tool_choice", "auto") not in ("auto", "none"):
+            raise Refusal(f"{field} is for answers, and tool_choice asks for a call.", field)
 
-        async def received() -> Message:
-            nonlocal arrived
-            message = await receive()
-            arrived = arrived or (message["type"] == "http.request" and not message.get("more_body", False))
-            return message
-
-        async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start" and not arrived:
-                MutableHeaders(scope=message)["connection"] = "close"
-            await send(message)
+        def compiled() -> Callable[[], AbstractConstraint]:
+            grammar = served.grammars.compile(kind, value)
+            make(grammar)
+            return functools.partial(make, grammar)
 
         try:
-            self._check(request)
-        except Refusal as error:
-            arrived = False  # so that the connection is closed
-            app = await refused(request, error)
-        await app(scope, received, sent)
+            return await asyncio.to_thread(compiled)
+        except ValueError as error:
+            raise Refusal(f"{field}: {error}", field) from error
 
-    def _check(self, request: Request) -> None:
-        host = re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]").lower()
-        if self.hosts is not None and host not in self.hosts:
-            raise Refusal(f"This server is not called {host!r}; if it is, start it with --hosts.", status=421)
-        given = request.headers.get("authorization", "").encode()
-        if self.api_key is not None and not hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
-            raise Refusal("The API key is missing or wrong.", status=401, code="invalid_api_key")
-
-    async def _read(self, request: Request, fields: dict[str, Field], required: str) -> dict[str, Any]:
+    async def _read(self, request: Request, fields: dict[str, Field], required: str) -> tuple[dict[str, Any], Served]:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # any web page can make a browser send other types
             raise Refusal(f"The Content-Type must be application/json, not {kind or 'absent'}.", status=415)
@@ -222,47 +288,25 @@ class Server:
             raise Refusal(f"The request did not arrive within {self.SECONDS:g} seconds.", status=408) from error
         large = len(body) > 2**16
         said = await asyncio.to_thread(read, body, fields, required) if large else read(body, fields, required)
-        if said.get("model", self.name) != self.name:
-            message = f"There is no model {said['model']!r} here, only {self.name!r}."
-            raise Refusal(message, "model", status=404, code="model_not_found")
-        return said
+        served = self._named(said.get("model", next(iter(self.served))))
+        if fields in (CHAT, COMPLETIONS) and served.model.head is not None:
+            raise Refusal(f"{served.name!r} has a head for {served.model.head.kind}: it writes no text.", "model")
+        return said, served
 
-    async def _encode(self, texts: list[str], field: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
-        """Tokenises in a thread, because a megabyte takes a second. A text that is too long is refused first."""
-        try:
-            check_room(self.tokenizer, max(texts, key=len), self.positions, field)
-        except TooLong as error:
-            raise Refusal(str(error), field, code="context_length_exceeded") from error
-        return await asyncio.to_thread(lambda: list(map(encode, texts)))
-
-    async def _see(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[list[int], Images]:
-        """Encodes a chat with images, one request at a time, so that only one request's images are decoded at once."""
-        async with self._seeing:
-            if sum(images.patches.nbytes for images in list(self._held.values())) > HELD:
-                raise Refusal("Images of other requests fill the server's memory. Ask again later.", status=503)
-            limits = Limits(self.positions, IMAGES, PIXELS, PATCHES)
-            prompt, images = await asyncio.to_thread(
-                encode_prompt, self.model, self.tokenizer, messages, limits=limits, **options
-            )
-        self._held[next(self._count)] = images
-        return prompt, images
-
-    def _replies(
-        self,
-        said: dict[str, Any],
-        prompts: list[list[int]],
-        new: int,
-        field: str,
-        *,
-        special: bool = False,
-        images: Images | None = None,
-    ) -> list[Reply]:
-        """Makes `n` replies for each prompt, in order; `special` and `images` are those of `Ask`."""
-        top_k, n, stop = said.get("top_k", 0), said.get("n", 1), said.get("stop", [])
-        numbers = {"temperature": 1, "repetition_penalty": self.tokenizer.repetition_penalty} | said
+    def _sampling(self, said: dict[str, Any], served: Served, new: int) -> Sampling:
+        """Returns the options with which a reply of up to `new` tokens is drawn, but for its seed."""
+        top_k, biases = said.get("top_k", 0), {int(id): float(v) for id, v in said.get("logit_bias", {}).items()}
+        if biases and max(biases) >= (size := served.model.config.vocab_size):
+            raise Refusal(f"logit_bias has token ids that are not from 0 to {size - 1}.", "logit_bias")
+        numbers = {"temperature": 1, "repetition_penalty": served.tokenizer.repetition_penalty} | said
         names = "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
         given: dict[str, Any] = {name: float(numbers[name]) for name in names if name in numbers}
-        sampling = Sampling(max_new_tokens=new, top_k=top_k if top_k > 0 else None, **given)
+        return Sampling(max_new_tokens=new, top_k=top_k if top_k > 0 else None, logit_bias=biases, **given)
+
+    def _replies(self, said: dict[str, Any], ask: Ask, prompts: list[list[int]], field: str) -> list[Reply]:
+        """Makes `n` replies for each prompt, in order, like `ask`, which has no prompt and no seed."""
+        n, stop, new = said.get("n", 1), said.get("stop", []), ask.sampling.max_new_tokens
+        vocab = ask.served.model.config.vocab_size
         if len(prompts) * n > REPLIES:
             raise Refusal(f"{len(prompts)} prompts with n={n} make more than {REPLIES} replies. Ask for fewer.", field)
         replies = []
@@ -276,25 +320,28 @@ class Server:
                     field,
                     code="context_length_exceeded",
                 )
-            if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-                raise Refusal(f"{field} has token ids that are not from 0 to {self.vocab_size - 1}.", field)
+            if not 0 <= min(prompt) <= max(prompt) < vocab:
+                raise Refusal(f"{field} has token ids that are not from 0 to {vocab - 1}.", field)
             seed = said.get("seed", secrets.randbits(32)) % 2**32
-            own = dataclasses.replace(sampling, seed=seed)
-            ask = Ask(prompt, own, [stop] if is_text(stop) else stop, special, images)
-            replies += [Reply(len(replies) + i, ask, self.tokenizer) for i in range(n)]
+            own = dataclasses.replace(
+                ask, prompt=prompt, sampling=dataclasses.replace(ask.sampling, seed=seed),
+                stop=[stop] if is_text(stop) else stop,
+            )  # fmt: skip
+            replies += [Reply(len(replies) + i, own) for i in range(n)]
         return replies
 
     async def _finish(self, replies: list[Reply]) -> None:
-        async with contextlib.aclosing(self.worker.write(replies)) as pieces:
-            async for _ in pieces:
+        async with contextlib.aclosing(self.worker.write(replies)) as gains:
+            async for _ in gains:
                 pass
 
-    def _head(self, prefix: str, kind: str) -> dict[str, Any]:
-        return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
+    def _head(self, prefix: str, kind: str, reply: Reply) -> dict[str, Any]:
+        id, name = f"{prefix}-{uuid.uuid4().hex}", reply.ask.served.name
+        return {"id": id, "object": kind, "created": int(time.time()), "model": name}
 
     def _whole(self, prefix: str, kind: str, replies: list[Reply], contents: list[dict[str, Any]]) -> Response:
         choices = [choice(reply, content, reply.finish) for reply, content in zip(replies, contents, strict=True)]
-        return JSONResponse(self._head(prefix, kind) | {"choices": choices, "usage": usage(replies)})
+        return JSONResponse(self._head(prefix, kind, replies[0]) | {"choices": choices, "usage": usage(replies)})
 
     def _stream(
         self,
@@ -303,20 +350,20 @@ class Server:
         kind: str,
         replies: list[Reply],
         openings: dict[Reply, dict[str, Any]],
-        shown: Callable[[Reply, str], dict[str, Any]],
+        gained: Callable[[Gain], dict[str, Any]],
     ) -> Response:
-        """Streams server-sent events: the openings, then pieces of replies as they come, then the usage if asked."""
+        """Streams server-sent events: the openings, then what replies gain, as it comes, then the usage if asked."""
         counted = said.get("stream_options") == {"include_usage": True}
-        head = self._head(prefix, kind) | ({"usage": None} if counted else {})
+        head = self._head(prefix, kind, replies[0]) | ({"usage": None} if counted else {})
 
         async def events() -> AsyncIterator[str]:
             for reply, content in openings.items():
                 yield event(head | {"choices": [choice(reply, content, reply.finish)]})
             try:
-                async with contextlib.aclosing(self.worker.write(replies)) as pieces:
-                    async for reply, piece, finish in pieces:
-                        if piece or finish:
-                            yield event(head | {"choices": [choice(reply, shown(reply, piece), finish)]})
+                async with contextlib.aclosing(self.worker.write(replies)) as gains:
+                    async for reply, gain, finish in gains:
+                        if gain.parts != Piece() or finish or said.get("logprobs"):
+                            yield event(head | {"choices": [choice(reply, gained(gain), finish)]})
             except Refusal as error:
                 yield event(error.body)
             except Exception as error:  # too late for another status
@@ -328,57 +375,49 @@ class Server:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def _logprobs(self, reply: Reply, top: int, echo: bool) -> dict[str, list[Any]]:
-        """Makes OpenAI's `logprobs` of the reply with its end token, and with `echo` of the prompt, too.
+    async def _scored(
+        self, reply: Reply, form: Callable[[Scores, int, int], dict[str, Any]], start: int, top: int
+    ) -> dict[str, Any]:
+        """Returns log-probabilities from token `start` of prompt and reply on: the engine's, or those of a new pass.
 
-        As in OpenAI's API, the first token of a prompt has none. Every other token has its own log-probability, and
-        those of the `top` likeliest tokens.
+        The engine has those of drawn tokens alone.
         """
-        tokens = reply.ask.prompt + reply.tokens
-        found = await self.worker.score(tokens)
-        return await asyncio.to_thread(self._named, tokens, 0 if echo else len(reply.ask.prompt), top, *found)
-
-    def _named(
-        self, tokens: list[int], start: int, top: int, own: np.ndarray, ids: np.ndarray, values: np.ndarray
-    ) -> dict[str, list[Any]]:
-        names, logprobs, tops, offsets, offset = [], [], [], [], 0
-        for i in range(start, len(tokens)):
-            names.append(self._name(tokens, i, tokens[i]))
-            offsets.append(offset)
-            offset += len(names[-1])
-            logprobs.append(None if i == 0 else finite(own[i - 1]))
-            likeliest: dict[str, float] = {}
-            if i > 0:
-                for id, value in [*zip(ids[i - 1, :top], values[i - 1, :top], strict=True), (tokens[i], own[i - 1])]:
-                    likeliest.setdefault(self._name(tokens, i, int(id)), finite(value))
-            tops.append(likeliest if i > 0 and top else None)
-        return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
-
-    def _name(self, tokens: list[int], at: int, id: int) -> str:
-        """Names a token by the text that it adds to the one before it, or by its id if that text is incomplete."""
-        before = tokens[max(at - 1, 0) : at]
-        name = self.tokenizer.decode([*before, id], special=True)[len(self.tokenizer.decode(before, special=True)) :]
-        return f"token_id:{id}" if "\ufffd" in name or not name else name
+        served, prompt = reply.ask.served, reply.ask.prompt
+        if top == 0 and start == len(prompt) and has_logprobs(reply.ask.sampling):
+            scores = Scores.drawn(served.tokenizer, [*prompt[-1:], *reply.tokens], reply.logprobs)
+            return await asyncio.to_thread(form, scores, 1, 0)
+        tokens = prompt + reply.tokens
+        scores = Scores(served.tokenizer, tokens, *await self.worker.score(served, tokens))
+        return await asyncio.to_thread(form, scores, start, top)
 
 
-def choice(reply: Reply, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
-    return {"index": reply.index, "finish_reason": finish, "logprobs": None} | content
+def has_logprobs(sampling: Sampling) -> bool:
+    """Whether the engine's log-probabilities are the model's own: those at another temperature are scaled by it."""
+    return sampling.temperature in (0, 1)
 
 
-def usage(replies: list[Reply]) -> dict[str, int]:
-    """Counts tokens. Each prompt counts once, however many replies it has."""
-    prompts = sum(len(ask.prompt) for ask in {reply.ask for reply in replies})
-    written = sum(len(reply.tokens) for reply in replies)
-    return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
+def tools_of(said: dict[str, Any]) -> Tools:
+    """Returns the tools that the replies to a request may call; None for none."""
+    tools, choice = said.get("tools") or None, said.get("tool_choice", "auto")
+    if choice not in ("auto", "none") and not tools:
+        raise Refusal("tool_choice asks for a call, but there are no tools.", "tool_choice")
+    name = choice["function"]["name"] if is_object(choice) else None
+    if name is not None and name not in [tool["function"]["name"] for tool in tools or ()]:
+        raise Refusal(f"tool_choice names {name!r}, which is not among the tools.", "tool_choice")
+    return None if choice == "none" else tools
 
 
-def event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
-
-
-def finite(logprob: Any) -> float:
-    """Replaces -inf, which JSON lacks, by -9999, as vLLM does."""
-    return max(float(logprob), -9999.0)
+def structure_of(said: dict[str, Any]) -> tuple[str, str, Any] | None:
+    """Returns the field with a grammar for replies, and the kind and value of `Grammars.compile`; None if none has."""
+    structure, form = said.get("structured_outputs"), said.get("response_format", {"type": "text"})
+    if structure and form["type"] != "text":
+        raise Refusal("Give either structured_outputs or response_format.", "structured_outputs")
+    if structure:
+        ((kind, value),) = structure.items()
+        return "structured_outputs", kind, value
+    if form["type"] == "text":
+        return None
+    return "response_format", "json", form.get("json_schema", {"schema": {"type": "object"}})["schema"]
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:

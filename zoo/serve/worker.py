@@ -1,15 +1,15 @@
-"""Runs the model in a thread of its own: steps the engine for all requests together, and scores tokens in between."""
+"""Runs the models in a thread of its own: steps their engines for all requests, and scores tokens in between."""
 
 import asyncio
 import concurrent.futures
-import dataclasses
 import functools
 import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -19,48 +19,14 @@ from jaxtyping import Array, Float, Int
 
 from kernels.cross_entropy.chunks import Chunks
 from zoo.generation.engine import Completion, Engine, bucket
-from zoo.generation.generate import first, partial_stop_length
-from zoo.generation.sampling import Sampling
-from zoo.nn.model import AbstractModel, Images
+from zoo.nn.model import AbstractModel
 from zoo.serve.fields import TOP, Refusal
-from zoo.text.tokenizer import Tokenizer
+from zoo.serve.metrics import Metrics
+from zoo.serve.reply import Gain, Reply
+from zoo.serve.served import Served
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Ask:
-    """A request to continue a prompt."""
-
-    prompt: list[int]
-    sampling: Sampling  # without stop strings, as the engine takes it
-    stop: Sequence[str]
-    special: bool  # whether the text shows special tokens
-    images: Images | None = None
-
-
-class Reply:
-    """One of the continuations that a request asks for. `finish` is the reason why it ended, None before it ends."""
-
-    def __init__(self, index: int, ask: Ask, tokenizer: Tokenizer):
-        self.index, self.ask = index, ask
-        self.tokens: list[int] = []  # including the end token
-        self.text = ""  # without end token and stop string
-        self.finish: Literal["stop", "length"] | None = None if ask.sampling.max_new_tokens else "length"
-        self._eos, self._decoder, self._said = tokenizer.eos, tokenizer.stream(ask.prompt, special=ask.special), 0
-
-    def push(self, token: int) -> str:
-        """Adds a token, and returns new text: whole characters only, and none that may begin a stop string."""
-        self.tokens.append(token)
-        if token in self._eos:
-            self.finish = "stop"
-        else:
-            self.text += self._decoder.push(token)
-            if (at := first(self.text, self.ask.stop)) is not None:
-                self.text, self.finish = self.text[:at], "stop"
-            elif len(self.tokens) == self.ask.sampling.max_new_tokens:
-                self.finish = "length"
-        until = len(self.text) - (0 if self.finish else partial_stop_length(self.text, self.ask.stop))
-        piece, self._said = self.text[self._said : until], until
-        return piece
+T = TypeVar("T")
 
 
 @eqx.filter_jit
@@ -94,18 +60,21 @@ def no_numbers() -> Refusal:
 
 
 class Worker(threading.Thread):
-    """The model's thread. Coroutines send work to its inbox, and it sends results back through their event loop."""
+    """The models' thread. Coroutines send work to its inbox, and it sends results back through their event loop.
 
-    def __init__(self, model: AbstractModel, make_engine: Callable[[], Engine]):
+    Each model has an engine of its own, made when it is first asked. Engines take turns, step by step.
+    """
+
+    def __init__(self, first: Served, make_engine: Callable[[Served], Engine], metrics: Metrics):
         super().__init__(name="zoo.serve", daemon=True)
-        self._model, self._make_engine = model, make_engine
-        self._engine: Any = make_engine()  # None after a failure, in which its arrays may have been lost
+        self._make_engine, self._metrics = make_engine, metrics
+        # Those made; none after a failure, which may lose arrays. A model with a head writes nothing.
+        self._engines = {} if first.model.head is not None else {first: make_engine(first)}
         self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._told = False  # whether the log says that the first reply is compiled
+        self._told: set[Served] = set()  # those of which the log says that the first reply is compiled
         self._running: dict[Completion, tuple[Reply, Callable[[Any], Any]]] = {}
         self._open = True
-        self._top = min(TOP, model.config.vocab_size)
-        self._scorers: dict[tuple[int, ...], Callable[..., Any]] = {}  # by the shape of tokens
+        self._scorers: dict[tuple[Served, tuple[int, ...]], Callable[..., Any]] = {}  # by the shape of tokens
         self._compiling = asyncio.Lock()
 
     def run(self) -> None:
@@ -114,21 +83,38 @@ class Worker(threading.Thread):
                 if not self._running or not self._inbox.empty():
                     self._inbox.get()()
                     continue
-                for completion, tokens in self._engine.step().items():
-                    reply, deliver = self._running[completion]
-                    if np.isnan(completion.logprobs[len(completion.logprobs) - len(tokens) :]).any():
-                        self._cancel([reply])
-                        deliver(no_numbers())
-                        continue
-                    piece = "".join(reply.push(token) for token in tokens if not reply.finish)
-                    deliver((reply, piece, reply.finish))
-                    if reply.finish:
-                        self._cancel([reply])
+                for served, engine in list(self._engines.items()):
+                    self._step(served, engine)
             except Exception as error:  # whatever fails, waiting clients must be told
                 logging.getLogger("uvicorn.error").exception("The engine failed.")
                 for _, deliver in self._running.values():
                     deliver(error)
-                self._running, self._engine = {}, None
+                self._running, self._engines = {}, {}
+
+    def _step(self, served: Served, engine: Engine) -> None:
+        found = engine.tokens_found
+        new = engine.step()
+        self._metrics.add("zoo_prompt_tokens_found_total", engine.tokens_found - found, model=served.name)
+        self._metrics.add("zoo_generated_tokens_total", sum(map(len, new.values())), model=served.name)
+        for completion, tokens in new.items():
+            reply, deliver = self._running[completion]
+            logprobs = completion.logprobs[len(completion.logprobs) - len(tokens) :]
+            if np.isnan(logprobs).any():
+                self._cancel([reply])
+                deliver(no_numbers())
+                continue
+            gain = reply.push(tokens, logprobs)
+            if completion.ended and reply.constraint is not None and not reply.constraint.complete:
+                deliver(Refusal("The grammar got too complex for this reply, and ended it.", status=500))
+            else:
+                deliver((reply, gain, reply.finish))
+            if reply.finish:
+                self._cancel([reply])
+
+    def replies(self) -> tuple[int, int]:
+        """Counts the replies that have tokens, and those that have none yet."""
+        begun = [bool(reply.tokens) for reply, _ in list(self._running.values())]
+        return sum(begun), len(begun) - sum(begun)
 
     def cut(self) -> None:
         """Ends all replies early, each with a refusal that says so."""
@@ -145,74 +131,94 @@ class Worker(threading.Thread):
         self._inbox.put(functools.partial(setattr, self, "_open", False))
         self.join()
 
-    async def write(self, replies: Sequence[Reply]) -> AsyncGenerator[tuple[Reply, str, str | None], None]:
-        """Yields (reply, piece, finish) as text comes; `finish` is None before the last piece. Closing frees rows."""
+    async def write(self, replies: Sequence[Reply]) -> AsyncGenerator[tuple[Reply, Gain, str | None], None]:
+        """Yields (reply, gain, finish) as tokens come; `finish` is None before the last. Closing frees rows."""
         events: asyncio.Queue[Any] = asyncio.Queue()
         deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
         left = [reply for reply in replies if not reply.finish]
+        times = dict.fromkeys(left, began := time.monotonic())
         self._inbox.put(functools.partial(self._submit, list(left), deliver))
         try:
             while left:
                 event = await events.get()
                 if isinstance(event, Exception):
                     raise event
+                reply, _, finish = event
+                now = time.monotonic()
+                name = "zoo_first_token_seconds" if times[reply] == began else "zoo_token_gap_seconds"
+                self._metrics.observe(name, now - times[reply])
+                times[reply] = now
                 yield event
-                if event[2]:
-                    left.remove(event[0])
+                if finish:
+                    left.remove(reply)
+                    self._metrics.observe("zoo_reply_seconds", now - began)
+                    self._metrics.add("zoo_replies_total", model=reply.ask.served.name, reason=finish)
         finally:
             self._inbox.put(functools.partial(self._cancel, left))
 
-    async def score(self, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    async def score(self, served: Served, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Computes, for each token but the first, its log-probability, and the `TOP` likeliest tokens with theirs.
 
         This takes one forward pass, padded to a power of two so that few lengths are compiled. Compiling is done in
         another thread, while replies go on.
         """
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        limit = self._model.config.max_position_embeddings
+        limit, top = served.model.config.max_position_embeddings, min(TOP, served.model.config.vocab_size)
         padded = np.zeros((1, min(limit, bucket(len(tokens), 128))), np.int32)
         padded[0, : len(tokens)] = tokens
         async with self._compiling:
-            program = await asyncio.to_thread(self._scorer, padded.shape)
-
-        def work() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(jax.device_get(program(self._model, jnp.asarray(padded), self._top)))
-                except Exception as error:  # raised in the caller
-                    future.set_exception(error)
-
-        self._inbox.put(work)
-        own, ids, values = await asyncio.wrap_future(future)
+            program = await asyncio.to_thread(self._scorer, served, padded.shape, top)
+        own, ids, values = await self.call(lambda: jax.device_get(program(served.model, jnp.asarray(padded), top)))
         n = len(tokens) - 1
         if np.isnan(own[:n]).any():
             raise no_numbers()
         return own[:n], ids[:n], values[:n]
 
-    def _scorer(self, shape: tuple[int, ...]) -> Callable[..., Any]:
-        if shape not in self._scorers:
-            lowered = score.lower(self._model, jnp.zeros(shape, jnp.int32), self._top)
-            self._scorers[shape] = lowered.compile()
-        return self._scorers[shape]
+    async def call(self, function: Callable[[], T]) -> T:
+        """Calls a function in the models' thread, and returns what it returns."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:  # raised in the caller
+                    future.set_exception(error)
+
+        self._inbox.put(work)
+        return await asyncio.wrap_future(future)
+
+    def _scorer(self, served: Served, shape: tuple[int, ...], top: int) -> Callable[..., Any]:
+        if (served, shape) not in self._scorers:
+            lowered = score.lower(served.model, jnp.zeros(shape, jnp.int32), top)
+            self._scorers[served, shape] = lowered.compile()
+        return self._scorers[served, shape]
 
     def _submit(self, replies: Sequence[Reply], deliver: Callable[[Any], Any]) -> None:
-        if not self._told:
-            self._told = True
-            logging.getLogger("uvicorn.error").info("Compiling the model for the first reply, which may take minutes.")
         try:
-            self._engine = self._engine or self._make_engine()
             for ask, group in itertools.groupby(replies, key=lambda reply: reply.ask):
-                same = list(group)
-                completions = self._engine.submit(
-                    ask.prompt, ask.sampling, samples=len(same), images=ask.images, owner=deliver
-                )
+                engine, same = self._engine(ask.served), list(group)
+                self._metrics.add("zoo_prompt_tokens_total", len(ask.prompt), model=ask.served.name)
+                completions = engine.submit(
+                    ask.prompt, ask.sampling, samples=len(same), images=ask.images, owner=deliver,
+                    constrained=[reply.constraint for reply in same if reply.constraint is not None],
+                )  # fmt: skip
                 for completion, reply in zip(completions, same, strict=True):
                     self._running[completion] = reply, deliver
         except Exception as error:  # raised in the caller
             self._cancel(replies)
             deliver(error)
 
+    def _engine(self, served: Served) -> Engine:
+        if served not in self._told:
+            self._told.add(served)
+            logging.getLogger("uvicorn.error").info(
+                "Compiling %s for its first reply, which may take minutes.", served.name
+            )
+        if served not in self._engines:
+            self._engines[served] = self._make_engine(served)
+        return self._engines[served]
+
     def _cancel(self, replies: Sequence[Reply]) -> None:
         for completion in [completion for completion, (reply, _) in self._running.items() if reply in replies]:
-            self._engine.cancel(completion)
-            del self._running[completion]
+            reply, _ = self._running.pop(completion)
+            self._engines[reply.ask.served].cancel(completion)

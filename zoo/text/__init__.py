@@ -1,1 +1,1 @@
-"""Turns text into token ids and back: tokenizers, chat templates, prompts with images, harmony's channels."""
+"""Turns text into token ids and back: tokenizers, chat templates, prompts with images, and parts of replies."""

@@ -15,14 +15,14 @@ import os
 import pathlib
 import pickle
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders
 
 from convert.files import regular
-from zoo.text import completeness, harmony, tekken, templates, tiktoken, trial
+from zoo.text import completeness, harmony, replies, tekken, templates, tiktoken, trial
 from zoo.text.messages import Messages, Tools, check_text, has_images, join_texts, reasoning_of, with_reasoning
 from zoo.text.templates import USERS
 from zoo.vision.processors.base import AbstractImageProcessor
@@ -52,7 +52,9 @@ class Tokenizer:
     - `eos`: the ids that end a generation. They are generation_config.json's, else config.json's, else the tokenizer's
       own, and also the one with which the chat template ends an assistant's turn, which base models' files leave out.
     - `repetition_penalty`: generation_config.json's, which transformers applies by default; 1 without one.
-    - `channels`: whether replies have channels, as gpt-oss's do (`zoo.text.harmony`).
+    - `prompts`: texts to put before others, by name, such as "query": config_sentence_transformers.json's.
+    - `max_length`: the most tokens of a text to embed, by sentence_bert_config.json; None without one.
+    - `channels`: whether replies have channels, as gpt-oss's and Muse's do (`zoo.text.harmony`).
     - `chat_template`: a jinja template, or None.
     - `processor`: prepares the images of chats for training, or None (`zoo.tokenizer`).
 
@@ -102,10 +104,14 @@ class Tokenizer:
         self.bos = self._id("bos_token")
         self.pad = self._id("pad_token")
         self.repetition_penalty = self._repetition_penalty()
-        self.channels = self._tokenizer.token_to_id(harmony.CHANNEL) is not None
+        self.prompts: dict[str, str] = (
+            _read_json(self.folder / "config_sentence_transformers.json").get("prompts") or {}
+        )
+        self.max_length: int | None = _read_json(self.folder / "sentence_bert_config.json").get("max_seq_length")
 
         self._own_template = chat_template_of(self.folder)
         self.chat_template = self._own_template if chat_template is None else chat_template
+        self.channels = self._tokenizer.token_to_id(harmony.CHANNEL) is not None or self.style.form is harmony.MUSE
 
     def _id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(self._special[name]) if name in self._special else None
@@ -173,12 +179,19 @@ class Tokenizer:
             raise ValueError(f"{file} has the repetition_penalty {penalty!r}, which must be a number above 0; mend it.")
         return float(penalty)
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
         """Encode a text as ids. `special` adds the tokens that tokenizer.json puts around a text, such as bos.
+
+        Of a text with more than `most` ids, the last ones are left out, but those around it stay.
 
         Raises ValueError for half of a surrogate pair, which no tokenizer can encode.
         """
-        return _encoding(self._tokenizer, text, special).ids
+        if most is None:
+            return _encoding(self._tokenizer, text, special).ids
+        encoding = _encoding(self._tokenizer, text, False)
+        around = self._tokenizer.num_special_tokens_to_add(False) if special else 0
+        encoding.truncate(max(most - around, 0))
+        return self._tokenizer.post_process(encoding, add_special_tokens=special).ids
 
     def encode_spans(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool = True
@@ -238,9 +251,59 @@ class Tokenizer:
             return self.decode(ids)
         return harmony.split(self.decode([id for id in ids if id not in self.eos], special=True))[1]
 
-    def stream(self, before: Sequence[int] = (), *, special: bool = False) -> "Stream":
-        """Decode ids one by one, as the continuation of `before`, with or without the special tokens."""
+    def control(self, text: str) -> int | None:
+        """Return the id of the longest added token with which a text begins; None if it begins with none."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        found = [(len(token.content), id) for id, token in added if token.content and text.startswith(token.content)]
+        return max(found)[1] if found else None
+
+    def to_str(self) -> str:
+        """Return the tokenizer as the text of a tokenizer.json."""
+        return self._tokenizer.to_str()
+
+    def stream(self, before: Sequence[int] = (), *, special: bool | Collection[str] = False) -> "Stream":
+        """Decode ids one by one, as the continuation of `before`.
+
+        `special`: whether special tokens are in the text; or texts, to have only those that are part of one of these.
+        """
         return Stream(self._tokenizer, before, special)
+
+    @functools.cached_property
+    def style(self) -> replies.Style:
+        """The delimiters of the model's replies, by its chat template. Replies in channels have others."""
+        return replies.Style.of(self.chat_template or "")
+
+    def delimiters(self, tools: Tools = None) -> bool | Collection[str]:
+        """Return the `special` of `stream` with which a reply has what its `reader` needs."""
+        return self.channels or self._style(tools).delimiters
+
+    def reader(self, prompt: Sequence[int], tools: Tools = None, begun: str = "") -> replies.AbstractReader:
+        """Make a reader that splits the reply to a prompt into reasoning, answer, and calls of these tools.
+
+        `begun` is the text with which the reply begins, although the model has not written it.
+        """
+        style = self._style(tools)
+        reasons = style.reasons(self.decode(prompt[-16:], special=True))
+        reader = harmony.Reader(tools) if self.channels else replies.Reader(style, tools, reasons=reasons)
+        reader.push(begun)
+        return reader
+
+    def beginning(self, prompt: Sequence[int], name: str | None = None) -> str:
+        """Return a text with which the reply to a prompt is a call: of the function `name`, or of any.
+
+        Raises:
+            ValueError: the form in which the model writes calls is not known.
+        """
+        form, tags = self.style.form, self.style.tags
+        if form is None and not self.channels:
+            raise ValueError(f"{self._template_name} writes calls in no form that is known (zoo.text.calls).")
+        begin = harmony.BEGIN if form is None else form.begin
+        reasons = self.style.reasons(self.decode(prompt[-16:], special=True))
+        close = f"\n{tags[1]}\n\n" if tags and reasons and not self.channels else ""
+        return close + (begin.partition("NAME")[0] if name is None else begin.replace("NAME", name))
+
+    def _style(self, tools: Tools) -> replies.Style:
+        return self.style if tools else replies.Style(self.style.tags)
 
     def render(
         self, messages: Messages, *, tools: Tools = None, add_generation_prompt: bool = False, **extra: Any
@@ -531,13 +594,17 @@ class Tokenizer:
 class Stream:
     """A decoder of ids, one by one; see `Tokenizer.stream`."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, before: Sequence[int], special: bool):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: tokenizers.Tokenizer, before: Sequence[int], special: bool | Collection[str]):
+        self._tokenizer, self._hidden = tokenizer, set()
+        if special and not isinstance(special, bool):
+            tokens = tokenizer.get_added_tokens_decoder().items()
+            shown = lambda token: any(token.content in text for text in special)
+            self._hidden = {id for id, token in tokens if token.special and not shown(token)}
         self._stream = decoders.DecodeStream(ids=list(before), skip_special_tokens=not special)
 
     def push(self, id: int) -> str:
         """Add an id, and return the text that it completes: empty while a character lacks some of its bytes."""
-        return self._stream.step(self._tokenizer, id) or ""
+        return "" if id in self._hidden else self._stream.step(self._tokenizer, id) or ""
 
 
 def _encoding(tokenizer: tokenizers.Tokenizer, text: str, special: bool) -> tokenizers.Encoding:

@@ -44,7 +44,7 @@ from zoo.quantized import (
     QuantizedLinear,
     quantize,
 )
-from zoo.surgery import map_linears, modules, path_name, shardings
+from zoo.surgery import map_linears, modules, path_name, shardings, with_head
 from zoo.weights.gather import gathered
 from zoo.weights.reading import Fused, Parameter, Part, Reader, Scan, Stored, once
 
@@ -85,7 +85,9 @@ def parameters(model: AbstractModel, family: Family, most: int = 2**31) -> Itera
     Raises:
         ValueError: before listing the tensors of a parameter, if they are more than `most`.
     """
-    stacks = dict(modules(model, Stack))
+    stacks, head = dict(modules(model, Stack)), model.head
+    names_of = {f"head.{path}": name for path, name in head.tensors.items()} if head else {}
+    names_of |= family.checkpoint_names
     scales = {f"{path}.scale" for path, _ in modules(model, QUANTIZED)}
     for key_path, array in jax.tree_util.tree_leaves_with_path(model):
         path = path_name(key_path)
@@ -96,7 +98,7 @@ def parameters(model: AbstractModel, family: Family, most: int = 2**31) -> Itera
                 part, j, rest = named.removeprefix(f"{stack_path}.").split(".", 2)
                 each = [f"{stack_path}.{n}.{rest}" for n in stack.layer_numbers(part, int(j))]
                 stacked = part == "period"
-        pattern, template = next(pair for pair in family.checkpoint_names.items() if match_wildcards(pair[0], each[0]))
+        pattern, template = next(pair for pair in names_of.items() if match_wildcards(pair[0], each[0]))
         per_expert = "{expert}" in template
         experts = range(array.shape[stacked]) if per_expert else range(1)
         if len(each) * len(experts) > most:
@@ -137,7 +139,8 @@ def standard_names(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]
     """Rename tensors to the names that the family writes, and join the tensors of single experts.
 
     Of the prefixes in the family's `beginnings`, and the prefixes and patterns in its `aliases`, the first that fits is
-    replaced. Tensors of single experts that its `fused` lists are read as one `Fused` tensor.
+    replaced. Tensors of single experts that its `fused` lists are read as one `Fused` tensor. Tensors of a model alone,
+    which lack the beginning of the family's names, such as `model.`, get it.
     """
     beginnings = {new: old for names in family.beginnings.values() for old, new in names.items()}
     standard = {**beginnings, **family.aliases}
@@ -151,11 +154,18 @@ def standard_names(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]
         return name
 
     out = {rename(name): tensor for name, tensor in tensors.items()}
+    if not any(name.startswith(beginning(family)) for name in out):
+        out = {name if "/" in name else beginning(family) + name: tensor for name, tensor in out.items()}
     for end, ends in family.fused.items():
         first = ends[0].format(0)
         for start in [name.removesuffix(first) for name in out if name.endswith(first)]:
             out = with_fused(out, start, end, ends)
     return out
+
+
+def beginning(family: Family) -> str:
+    """Return how the names of a family's tensors begin, such as `model.`, unless it is the output embeddings'."""
+    return family.checkpoint_names["*"].partition("{")[0]
 
 
 def with_fused(tensors: dict[str, Any], start: str, end: str, ends: Sequence[str]) -> dict[str, Any]:
@@ -342,7 +352,11 @@ def check_names(names: Set[str], tensors: Mapping[str, Stored], config: Abstract
     where = next(iter(tensors.values())).file.parent if tensors else "the checkpoint"
     first = lambda names: ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     if missing := names - tensors.keys():
-        raise ValueError(f"{where} lacks {len(missing)} tensors that its config.json calls for: {first(missing)}.")
+        how = " Without output embeddings a model is loaded with a head, such as head='embedding'."
+        raise ValueError(
+            f"{where} lacks {len(missing)} tensors that its config.json calls for: {first(missing)}."
+            + how * (missing == {"lm_head.weight"})
+        )
     unknown = []
     for name in tensors.keys() - names:
         known, twin = redundant(name, config, family)
@@ -485,7 +499,9 @@ def check_unchanged(model: AbstractModel, family: Family) -> None:
         if not isinstance(linear, PLAIN) and not is_int4(linear):
             raise ValueError(f"{path} is a {type(linear).__name__}; the Hub layout only holds plain linears.")
     parts = [part for part in family.parts if getattr(model, part) is not None]
-    if change := changed(model, skeleton(family, model.config, parts), "model"):
+    made = skeleton(family, model.config, parts)
+    made = made if model.head is None else with_head(made, eqx.filter_eval_shape(lambda: model.head))
+    if change := changed(model, made, "model"):
         raise ValueError(
             f"{change}. A folder holds the tensors and the config, of which {family.name} would make another model: "
             "register a family of your own for it (docs/families.md)."
@@ -530,7 +546,12 @@ def changed_in(field: dataclasses.Field, model: eqx.Module, made: eqx.Module, pa
 
 
 def published_name(name: str, model: AbstractModel, family: Family) -> str:
-    """Return a tensor's name in checkpoints of models with this model's parts, by the family's `beginnings`."""
+    """Return a tensor's name in checkpoints of models with this model's parts, by the family's `beginnings`.
+
+    In those of some heads the model's tensors lack the family's beginning (`AbstractHead.bare`).
+    """
+    if model.head is not None and model.head.bare:
+        return name.removeprefix(beginning(family))
     begun = [pair for part, names in family.beginnings.items() if getattr(model, part) for pair in names.items()]
     old, new = next((pair for pair in begun if name.startswith(pair[0])), ("", ""))
     return new + name.removeprefix(old)

@@ -7,6 +7,8 @@ A linear map has the tensors lora_A (rank, in) and lora_B (out, rank). transform
 parameters of one module, gate_up_proj and down_proj. For each parameter PEFT (`target_parameters`) has one pair of
 tensors for all experts: (experts * rank, in) and (out, rank * experts). If a family keeps gate and up as two maps,
 their two adapters become one of twice the rank: see `fused`.
+
+The weights of a head are trained with the adapters, and stored whole (`modules_to_save`).
 """
 
 import functools
@@ -29,10 +31,11 @@ import convert.files
 import convert.machine
 import convert.tensors
 from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
+from zoo.nn.heads import AbstractHead
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.model import AbstractModel, Family, has_vision
 from zoo.registry import EMBEDDED, REPOSITORIES, family_of
-from zoo.surgery import modules, shardings
+from zoo.surgery import modules, path_name, shardings, with_head
 from zoo.weights.checkpoint import parameters, published_name, skeleton
 from zoo.weights.gather import gathered, write_once
 from zoo.weights.reading import Scan
@@ -42,7 +45,9 @@ T = TypeVar("T", bound=AbstractModel)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = f"{WEIGHTS}.manifest.json"  # the SHA-256 of WEIGHTS
 BASE, OVER = "base.json", ("revision", "weights", "quantize")  # describes the weights that adapters were trained over
+OWN = "base_model.model.{}"  # a tensor that is stored whole
 TENSOR = "base_model.model.{}.lora_{}.weight"
+TASKS = {None: "CAUSAL_LM", "embedding": "FEATURE_EXTRACTION", "classification": "SEQ_CLS", "reward": "SEQ_CLS"}
 
 # Keys of adapter_config.json that do not change what an adapter computes, given its tensors.
 NOT_THE_MODEL = {
@@ -51,7 +56,7 @@ NOT_THE_MODEL = {
     "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
     "target_modules", "task_type",
 }  # fmt: skip
-READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_parameters"}
+READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_parameters", "modules_to_save"}
 INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base's weights alone
 
 # What transformers 4 called an expert's maps. In a model with experts PEFT takes all modules of these names for such.
@@ -78,7 +83,9 @@ def save(
     base: str = "",
     over: Mapping[str, str | None] | None = None,
 ) -> None:
-    """Write a model's adapters. If several processes hold the model, all must call this; process 0 writes.
+    """Write a model's adapters, and the weights of its head. If several processes hold the model, all must call this.
+
+    Process 0 writes.
 
     Args:
         model: a model with adapters from `zoo.lora`.
@@ -90,7 +97,7 @@ def save(
 
     Raises:
         ValueError: the model has no adapters, adapters of different ranks or scales, or one for a module that
-            transformers does not have.
+            transformers does not have; or its head has linear maps of sentence-transformers.
     """
     family, names = family_of(model), module_names(model)
     adapters = dict(modules(model, ADAPTERS))
@@ -110,11 +117,14 @@ def save(
     for module, of_module in experts.items():
         for parameter, parts in of_module.items():
             tensors |= _fused_lazy(wrapper(module, parameter, set(of_module)), parts, adapters, pair_of, swapped)
+    whole = _of_head(model)
+    tensors |= {OWN.format(name): tensor for name, tensor in whole.items()}
     of_experts = [(f"experts.{p}", len(parts)) for of_module in experts.values() for p, parts in of_module.items()]
     several = sorted({parameter for parameter, count in of_experts if count > 1})
     target_modules, target_parameters = _targets(model, names, adapters.keys())
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name(base),
+        "peft_type": "LORA", "task_type": TASKS[model.head and model.head.kind],
+        "base_model_name_or_path": base_name(base),
         "revision": (over or {}).get("revision"), "r": rank,
         "lora_alpha": scale * rank, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         "target_modules": sorted(target_modules),
@@ -123,7 +133,24 @@ def save(
         "alpha_pattern": {name: 2 * scale * rank for name in several},
         "fan_in_fan_out": fan_in_fan_out(model),
     }  # fmt: skip
+    config |= {"modules_to_save": sorted({name.partition(".")[0] for name in whole})} if whole else {}
     write_once(model, tensors, functools.partial(_write, convert.machine.path("folder", folder), config, over))
+
+
+def _of_head(model: AbstractModel) -> dict[str, convert.tensors.Lazy]:
+    """Return the tensors of a model's head by their names in its checkpoints, such as score.weight, in float32.
+
+    Raises:
+        ValueError: the head has linear maps of sentence-transformers, for which PEFT has no place.
+    """
+    found: dict[str, convert.tensors.Lazy] = {}
+    for path, array in jax.tree_util.tree_leaves_with_path(model.head):
+        assert model.head is not None, "it has an array"
+        name, dtype = model.head.tensors[path_name(path)], np.dtype(np.float32)
+        if "/" in name:
+            raise ValueError(f"{name} is of a module of sentence-transformers, for which PEFT's layout has no place.")
+        found[name] = array.shape, dtype, lambda array=array, dtype=dtype: gathered(array).astype(dtype)
+    return found
 
 
 def _by_parameter(names: Mapping[str, np.ndarray], family: Family) -> dict[str, dict[str, Parts]]:
@@ -247,6 +274,8 @@ def warnings_of(folder: str | os.PathLike[str], *, quantize: str | None, weights
 def load(model: T, folder: str | os.PathLike[str], *, verify: bool = True, check_values: bool = True) -> T:
     """Put the adapters of a folder on a model, in float32. On a mesh they are split like the weights that they adapt.
 
+    The weights of the model's head become those in the folder, if there are any.
+
     `verify` checks the file against the hash that `save` left beside it. `check_values` refuses NaN and infinities.
 
     Raises:
@@ -268,15 +297,35 @@ def load(model: T, folder: str | os.PathLike[str], *, verify: bool = True, check
         _adapted(linear, names[path], stored, folder / WEIGHTS) if path in names else linear
         for path, linear in maps(model)
     ]
+    head = model.head and _head(model.head, stored, folder / WEIGHTS)
     if unused := sorted(stored.tensors.keys() - stored.used):
         raise ValueError(
             f"{folder / WEIGHTS} has {len(unused)} tensors that the model has no place for: {', '.join(unused[:5])}."
         )
     result = eqx.tree_at(lambda m: [linear for _, linear in maps(m)], model, new)
+    result = with_head(result, head) if head else result
     place = jax.tree.leaves(model)[0].sharding
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         result = jax.device_put(result, shardings(result, family.partition_rules, place.mesh))
     return result
+
+
+def _head(head: AbstractHead, stored: "_Stored", file: pathlib.Path) -> AbstractHead:
+    """Return a head with the weights that are stored for it, in float32.
+
+    Raises:
+        ValueError: a tensor has another shape than the head's.
+    """
+
+    def own(path: Any, array: Any) -> Any:
+        if (tensor := stored.tensors.get(name := OWN.format(head.tensors[path_name(path)]))) is None:
+            return array
+        if tensor.shape != array.shape:
+            raise ValueError(f"{file} has a {name} of shape {tensor.shape}; that of the model's head is {array.shape}.")
+        stored.used.add(name)
+        return jnp.asarray(tensor.part((), np.dtype(np.float32)))
+
+    return jax.tree_util.tree_map_with_path(own, head)
 
 
 class _Stored:

@@ -37,7 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 STACK = "gemma3-pattern"
 PARAMETERS = {  # without the vision tower
     "gemma3-270m": 268_098_176, "gemma3-1b": 999_885_952, "gemma3-4b": 3_880_263_168, "gemma3-12b": 11_766_034_176,
-    "gemma3-27b": 27_009_346_304,
+    "gemma3-27b": 27_009_346_304, "embeddinggemma-300m": 302_863_104,
 }  # fmt: skip
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 

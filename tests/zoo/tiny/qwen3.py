@@ -30,6 +30,9 @@ STACK = "qwen3-window-head"
 PARAMETERS = {
     "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+    "qwen3-embedding-0.6b": 595_776_512, "qwen3-embedding-4b": 4_021_774_336,
+    "qwen3-embedding-8b": 8_188_515_328,  # with output embeddings, which the repository lacks
+    "qwen3-reranker-0.6b": 595_776_512, "qwen3-reranker-4b": 4_021_784_576, "qwen3-reranker-8b": 8_188_548_096,
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from kernels import Tokens, counted
 from kernels.mesh import BATCH, split_lookup
 from kernels.sums import spread
 from kernels.tokens import first_of_document
-from zoo.nn.cache import NEVER, positions_of, split_over
+from zoo.nn.cache import NEVER, PagesOf, all_of_rows, positions_of, split_over
 from zoo.nn.fields import part_config, text_config
 from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, erf_gelu, recomputed
 from zoo.nn.model import AbstractRowCache, Images, OneOf
@@ -247,6 +247,12 @@ class RopeDelta(AbstractRowCache):
 
     def widened(self, more: int) -> "RopeDelta":
         return self
+
+    def paged(self, pages: PagesOf, slots: int, length: int) -> "RopeDelta":
+        return self
+
+    def of_rows(self) -> "RopeDelta":
+        return all_of_rows(self)
 
 
 class Tower(AbstractVision):

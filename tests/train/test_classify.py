@@ -1,0 +1,148 @@
+"""Classifiers: the loss is of each text's last token, whatever its row, and what is trained is what is exported."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.train.batching import batches
+from tests.train.conftest import command
+from train import classify
+from train.data import labelled
+from train.data.labelled import LABELLED
+from train.data.records import open_records
+from train.watch.metrics import read_metrics
+from zoo.nn.heads import ClassificationHead
+from zoo.surgery import with_head
+
+
+pytestmark = pytest.mark.usefixtures("quick")
+LABELS = ("early", "late", "middle")
+
+
+def label(word):
+    return LABELS[0] if word[0] < "d" else LABELS[2] if word[0] < "g" else LABELS[1]
+
+
+@pytest.fixture(scope="module")
+def words(base):
+    """Returns a file of words, labelled by their first letter."""
+    random = np.random.RandomState(0)
+    words = ["".join(random.choice(list("abcdefgh"), random.randint(3, 9))) for _ in range(120)]
+    lines = [json.dumps({"text": word, "label": label(word)}) for word in words]
+    (base / "labels.jsonl").write_text("\n".join(lines) + "\n")
+    return base / "labels.jsonl"
+
+
+def classes(model, base, texts):
+    """Returns the label with the largest logit of each text."""
+    tokenizer = zoo.tokenizer(base / "model")
+    tokens, segments = np.zeros((len(texts), 16), np.int32), np.zeros((len(texts), 16), np.int32)
+    for row, text in enumerate(texts):
+        ids = tokenizer.encode(text)
+        tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
+    logits = jax.jit(lambda m, t, s: m(t, segments=s))(model, tokens, segments)
+    return logits, [model.head.labels[n] for n in np.argmax(logits, axis=-1)]
+
+
+def test_the_loss(base, words, model):
+    """It is the cross-entropy of the head's logits of each text alone, and the same however texts are packed."""
+    judge = with_head(model, ClassificationHead(32, LABELS, None, key=jax.random.key(0)))
+    records, _ = open_records(words, 0.0)
+    options = dict(vocab_size=64, labels=LABELS, pad=None, kind=LABELLED, batch=8)
+    packed, spread = (
+        next(iter(batches(records[:8], zoo.tokenizer(base / "model"), seq_len=seq_len, **options)))
+        for seq_len in (64, 12)
+    )
+    assert packed["segments"].max() > 4 > spread["segments"].max()
+    fields = [records[n].fields for n in range(8)]
+    logits, _ = classes(judge, base, [each["text"] for each in fields])
+    logp = jax.nn.log_softmax(logits, axis=-1)
+    want = -sum(float(logp[n, LABELS.index(each["label"])]) for n, each in enumerate(fields))
+    for batch in packed, spread:
+        total, count, sums, _ = jax.jit(classify.objective)(judge, jax.tree.map(jnp.asarray, batch))
+        assert count == 8
+        np.testing.assert_allclose([total, sums["loss"]], want, rtol=1e-4)
+    p = np.exp(np.asarray(logp))
+    one = np.array([[each["label"] == name for name in LABELS] for each in fields])
+    np.testing.assert_allclose(sums["brier_score"], ((p - one) ** 2).sum(), rtol=1e-4)
+    assert int(sums["accuracy"]) == (p.argmax(-1) == one.argmax(-1)).sum()
+
+
+def arguments(base, words, out, *more):
+    return (
+        "train.classify", "--model", base / "model", "--data", words, "--out", out, "--steps", 20, "--batch", 4,
+        "--seq-len", 32, "--lr", 1e-2, "--eval-every", 20, "--hold-out", 0.2, *more,
+    )  # fmt: skip
+
+
+LORA = ("--lora.rank", 4, "--steps", 60, "--eval-every", 60)
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(LORA, marks=pytest.mark.slow)], ids=["whole", "lora"])
+def test_the_script(base, words, tmp_path, more):
+    command(*arguments(base, words, tmp_path, *more))
+    before, *_, last = read_metrics(tmp_path / "metrics.jsonl")
+    assert last["validation_accuracy"] > 0.7 > before["validation_accuracy"]
+    assert last["validation_brier_score"] < before["validation_brier_score"]
+    if more:
+        plain = zoo.load(base / "model", head="embedding")
+        judge = with_head(plain, ClassificationHead(32, LABELS, None, key=jax.random.key(9)))
+        model = zoo.peft.load(judge, tmp_path / "adapter")
+    else:
+        model = zoo.load(tmp_path / "model", head="classification")
+    held_out = [record.fields for record in open_records(words, 0.2)[1]]
+    _, found = classes(model, base, [each["text"] for each in held_out])
+    right = np.mean([a == each["label"] for a, each in zip(found, held_out, strict=True)])
+    assert model.head.labels == LABELS and right == pytest.approx(last["validation_accuracy"])
+    if not more:  # a classifier goes on with its labels and its head
+        command(*arguments(base, words, tmp_path / "more", "--model", tmp_path / "model", "--lr", 1e-9))
+        first = read_metrics(tmp_path / "more" / "metrics.jsonl")[0]
+        assert first["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-3)
+        with pytest.raises(SystemExit, match="has the labels early late middle; leave them out"):
+            command(*arguments(base, words, tmp_path / "no", "--model", tmp_path / "model", "--labels", "a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"text": "abc"}, "line 1: a record must have a label"),
+        ({"label": "early"}, "line 1: a record must have a label .*, and text .* or messages"),
+        ({"text": "abc", "label": "never"}, "line 1 has the label 'never', which is none of early, late, middle"),
+    ],
+)
+def test_bad_records(base, words, tmp_path, fields, said):
+    (tmp_path / "bad.jsonl").write_text(json.dumps(fields) + "\n")
+    more = ("--data", tmp_path / "bad.jsonl", "--labels", *LABELS, "--hold-out", 0.0)
+    with pytest.raises(SystemExit, match=said):
+        command(*arguments(base, words, tmp_path / "out", *more))
+
+
+def test_what_is_refused(base, words, tmp_path):
+    with pytest.raises(SystemExit, match="--data names records with a text"):
+        command("train.classify", "--model", base / "model", "--out", tmp_path)
+    with pytest.raises(SystemExit, match="--eval-tasks asks a language model"):
+        command(*arguments(base, words, tmp_path, "--eval-tasks", "x.jsonl"))
+
+
+def test_chats_are_rendered_and_labels_are_numbers(base, tmp_path):
+    """Labels that are numbers are named by them, and a chat is what its template writes."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "abc", "label": 1}) + "\n")
+    (record,) = open_records(tmp_path / "data.jsonl", 0.0)[0]
+    tokenizer = zoo.tokenizer("tiny")
+    encode = lambda fields, **options: (
+        labelled.encode(
+            record._replace(fields=fields), tokenizer, **dict(labels=("0", "1"), pad=None, seq_len=64) | options
+        ).fields
+    )
+    found = encode({"text": "abc def", "label": 1})
+    assert found["tokens"] == [*tokenizer.encode("abc def"), 1] and found["loss_mask"][-2:] == [0, 1]
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    assert encode({"messages": chat, "label": 0})["tokens"] == [*tokenizer.encode_all(chat), 0]
+    cut = encode({"text": "abc def " * 9, "label": 1}, seq_len=3)
+    assert cut["tokens"] == [*tokenizer.encode("abc def " * 9)[:3], 1]
+    ends = encode({"text": "abc def", "label": 1}, pad=tokenizer.encode("abc def")[-1])
+    assert ends["tokens"] == [*tokenizer.encode("abc def")[:-1], 1], "what heads take for padding is left out"

@@ -1,0 +1,289 @@
+"""Texts that go on: each continuation against the same text as a fresh prompt, and the pages in which texts lie."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import zoo
+from tests.zoo import tiny
+from tests.zoo.programs import STACKS, noise
+from tests.zoo.test_engine import NEVER, PROMPTS, slow
+from tests.zoo.test_speculative import noisy
+from zoo.generation.engine import Engine
+from zoo.generation.pages import NONE, Layout, Pool
+from zoo.generation.sampling import Sampling
+from zoo.mesh import make_mesh
+
+
+FEW = Sampling(max_new_tokens=6)
+TURN = tiny.TOKENS[1, 20:25].tolist()  # what comes after a completion
+SHAPE: Any = dict(batch=3, max_tokens=40, stride=4, page=4)
+QUICK = ["qwen3-window-head", "deepseek3", "qwen3_next", "lfm2", "gemma4"]  # windows, latents, states, inputs, sharing
+
+
+def drawn(engine, *completions):
+    """Runs an engine until it is idle. Returns the completions' tokens and log-probabilities."""
+    while not engine.idle:
+        engine.step()
+    return [(c.tokens, c.logprobs) for c in completions]
+
+
+def assert_same(got, expected):
+    assert got[0] == expected[0]
+    np.testing.assert_allclose(got[1], expected[1], atol=1e-5)
+
+
+def assert_goes_on(engine, prompts, turn=TURN, images=None, turn_images=None):
+    """Draws after prompts, goes on after a turn, in two samples, and again after a shorter turn, from kept texts and
+    from forgotten ones. Each has the tokens and log-probabilities of the same text as a prompt.
+    """
+    images = images or [None] * len(prompts)
+    firsts = [engine.submit(prompt, FEW, images=i, keep=True)[0] for prompt, i in zip(prompts, images, strict=True)]
+    drawn(engine, *firsts)
+    for first in firsts:
+        more = dict(images=turn_images, keep=True)
+        second, fork = engine.submit(turn, FEW, after=first, samples=2, **more)
+        drawn(engine, second)
+        (third,) = engine.submit(turn[:1], FEW, after=second)
+        (at_once,) = engine.submit([], FEW, after=first)  # forks what has gone on already
+        drawn(engine, third)
+        for completion in (second, fork, third, at_once):
+            (alone,) = engine.submit(completion.prompt, FEW, images=completion.images)
+            assert_same(*drawn(engine, completion, alone))
+        for kept in (first, second, fork):
+            engine.free(kept)
+        (anew,) = engine.submit(turn, FEW, after=first, images=turn_images)
+        assert_same(*drawn(engine, anew, second))
+        assert second.prompt == first.prompt + first.tokens + list(turn)
+    assert_all_free(engine)
+
+
+def assert_all_free(engine):
+    assert len(engine._prefixes) == 0
+    assert engine._pool.free.tolist() == list(engine._pool.counts)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *map(slow, sorted({*STACKS} - {*QUICK}))])
+def test_every_family_goes_on(load, name):
+    """Texts that go on equal fresh prompts, whatever their layers keep."""
+    assert_goes_on(Engine(load(name), **SHAPE, stops=range(0, 64, 16)), PROMPTS[1:3])
+
+
+@pytest.mark.parametrize("name", ["qwen3-window-head", slow("deepseek3")])
+def test_a_cache_of_8_bits_goes_on(load, name):
+    assert_goes_on(Engine(load(name), **SHAPE, stops=NEVER, cache_dtype="int8"), PROMPTS[2:3])
+
+
+@pytest.mark.parametrize("name", ["qwen3-window-head", slow("qwen3_next")])
+def test_a_draft_goes_on(load, name):
+    """Where a row ends among tokens that were accepted, the text goes on after the last one that counts."""
+    model = load(name)
+    draft = zoo.ModelDraft(noisy(model, 0.02), 3)
+    assert_goes_on(Engine(model, **SHAPE, stops=range(0, 64, 4), draft=draft), PROMPTS)
+
+
+def test_draws_with_a_draft_go_on(load):
+    """Tokens of a continuation don't depend on who had the row before: not even the draft's proposals do."""
+    model = load("qwen3-window-head")
+    draft, sampling = zoo.ModelDraft(noisy(model, 0.1), 3), dataclasses.replace(FEW, temperature=1.0)
+    got = []
+    for before in (0, 2):
+        engine = Engine(model, **SHAPE, stops=NEVER, draft=draft)
+        (first,) = engine.submit(PROMPTS[0], sampling, key=jax.random.key(1), keep=True)
+        drawn(engine)
+        others = [engine.submit(PROMPTS[2], sampling, samples=4, key=jax.random.key(5)) for _ in range(before)]
+        (second,) = engine.submit(TURN, sampling, key=jax.random.key(2), after=first)
+        got += drawn(engine, second)
+        assert all(other.finished for group in others for other in group)
+    assert_same(*got)
+
+
+def test_mtp_goes_on(with_further):
+    model = zoo.load(with_further, parts=("mtp",))
+    assert_goes_on(Engine(model, **SHAPE, stops=NEVER, draft=zoo.MTPDraft(model, 2)), PROMPTS[:1])
+
+
+def test_a_text_goes_on_beyond_the_limit_of_a_cache(load):
+    """Phi's texts of more than 16 tokens are read anew, and go on from there."""
+    engine = Engine(load("phi3-long"), **SHAPE | dict(max_tokens=44), stops=NEVER, chunk=4)
+    assert_goes_on(engine, [tiny.TOKENS[0, :size].tolist() for size in (1, 5, 10, 11, 17)])
+
+
+@pytest.mark.parametrize("name", [*QUICK, *map(slow, sorted({*STACKS} - {*QUICK}))])
+def test_chunks_of_prompts_are_shared(load, name):
+    """Chunks that are found are bit for bit those that are read: later tokens have the same log-probabilities. So have
+    prompts with one chunk in common, and one of which a part was forgotten.
+    """
+    options = dict(stops=NEVER, chunk=8)
+    plain, sharing = Engine(load(name), **SHAPE, **options), Engine(load(name), **SHAPE, **options, prefixes=True)
+    text = tiny.TOKENS[0, :30].tolist()
+    prompts = [text[:27], text[:27], text[:12] + TURN, text[:16], text[:5]]
+    found = []
+    for prompt in prompts:
+        (expected,), (got,) = (engine.submit(prompt, FEW) for engine in (plain, sharing))
+        before = sharing.tokens_found
+        assert drawn(plain, expected) == drawn(sharing, got)
+        found.append(sharing.tokens_found - before)
+    assert found == [0, 24, 8, 8, 0] and sharing.tokens_read == sum(map(len, prompts)) - sum(found)
+    sharing._prefixes.evict()
+    (again,), (expected,) = (engine.submit(prompts[0], FEW) for engine in (sharing, plain))
+    assert drawn(sharing, again) == drawn(plain, expected)
+    while sharing._prefixes.evict():
+        pass
+    assert_all_free(sharing)
+
+
+@pytest.mark.parametrize("name", ["qwen3-window-head", slow("qwen3_next")])
+def test_prompts_are_read_beside_rows_that_draw(load, name, monkeypatch):
+    """A row draws in every step, while long prompts are read in chunks; each gets the tokens that it gets alone."""
+    options = SHAPE | dict(stops=NEVER, chunk=8)
+    engine, alone, counts = Engine(load(name), **options, beside=8), Engine(load(name), **options), []
+    (first,) = engine.submit(PROMPTS[0], Sampling(max_new_tokens=30))
+    engine.step()
+    sampling = Sampling(max_new_tokens=6, temperature=1.0)
+    others = [*engine.submit(tiny.TOKENS[0, :30].tolist(), sampling, samples=2), *engine.submit(PROMPTS[2], sampling)]
+    while not first.finished:
+        before = engine.tokens_read
+        assert first in engine.step()
+        counts.append(engine.tokens_read - before)
+    assert counts[:6] == [8, 8, 8, 6, 8, 4] and not any(counts[6:])
+    drawn(engine)
+    for completion, n in zip((first, *others), (0, 0, 1, 0), strict=True):
+        sampling = Sampling(max_new_tokens=len(completion.tokens), temperature=0.0 if completion is first else 1.0)
+        expected = alone.submit(completion.prompt, sampling, samples=n + 1)[n]
+        assert_same(*drawn(alone, completion, expected))
+    assert_all_free(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["tensor=2", "fsdp=2"])
+def test_a_mesh_goes_on(folders, spec):
+    """Rows that a mesh splits have memory of their own, and others have pages."""
+    mesh = make_mesh(spec, jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        shape = SHAPE | dict(batch=4, stops=NEVER)
+        engine = Engine(zoo.load(folders["qwen3-window-head"], mesh=mesh), **shape)
+        assert len(engine._pool.counts) == (2 if spec == "tensor=2" else 0)
+        assert_goes_on(engine, PROMPTS[:1])
+
+
+@pytest.mark.parametrize("name", ["qwen3-window-head", slow("qwen3_next")])
+def test_a_small_pool(load, name):
+    """In memory for less than two rows, eight rows' requests have the tokens that they have alone; a text is read anew
+    after others needed its memory. In the end all pages are free.
+    """
+    sampling = Sampling(max_new_tokens=14, temperature=1.0)
+    prompts = [tiny.TOKENS[n % 2, n : n + 3 + 2 * n].tolist() for n in range(8)]
+    shape = SHAPE | dict(batch=8, stops=NEVER)
+    large, small = Engine(load(name), **shape), Engine(load(name), **shape, cache_tokens=64)
+    submit = lambda engine: [
+        engine.submit(prompt, sampling, samples=2, key=jax.random.key(n), keep=n == 0)
+        for n, prompt in enumerate(prompts)
+    ]
+    expected, got = ([*itertools.chain(*submit(engine))] for engine in (large, small))
+    for one, other in zip(drawn(large, *expected), drawn(small, *got), strict=True):
+        assert_same(other, one)
+    (again,) = small.submit(TURN, FEW, after=got[0])
+    (alone,) = large.submit(again.prompt, FEW)
+    assert_same(*drawn(small, again), *drawn(large, alone))
+    for engine, completions in ((large, expected), (small, got)):
+        for completion in completions[:2]:
+            engine.free(completion)
+        assert_all_free(engine)
+    with pytest.raises(ValueError, match=r"cache_tokens=30 is less than one row may need: max_tokens=40"):
+        Engine(load(name), **SHAPE, cache_tokens=30)
+
+
+@pytest.mark.parametrize("count", [100, slow(1000)])
+def test_any_mix_of_requests(count):
+    """Requests of all kinds come, go on, fork, and are cancelled and freed at random, in a pool for two rows. Each gets
+    the tokens that it gets alone, and in the end all pages are free.
+    """
+    model = noise(lambda: zoo.qwen3.Model(zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 64, 1), key=jax.random.key(0)))
+    shape = dict(max_tokens=48, stops=range(0, 64, 16), stride=4, page=4, chunk=8)
+    engine, alone = (
+        Engine(model, batch=6, cache_tokens=96, prefixes=True, beside=8, **shape),
+        Engine(model, batch=1, **shape),
+    )
+    random, ours, cancelled = np.random.RandomState(0), [], set()
+    begin = random.randint(64, size=20).tolist()  # which many prompts share
+
+    def submit():
+        n, done = len(ours), [c for c, *_ in ours if c.finished and len(c.prompt) < 30]
+        after = done[random.randint(len(done))] if done and random.rand() < 0.5 else None
+        prompt = random.randint(64, size=random.randint(after is None, 6)).tolist()
+        if after is None:
+            prompt = begin[: random.choice([0, 12, 20])] + prompt
+        sampling = Sampling(max_new_tokens=random.randint(1, 12), temperature=random.choice([0.0, 1.0]))
+        given = dict(samples=random.randint(1, 4), after=after, keep=random.rand() < 0.5, owner=n % 3)
+        for sample, c in enumerate(engine.submit(prompt, sampling, key=jax.random.key(n), **given)):
+            ours.append((c, sampling, n, sample))
+
+    while len(ours) < count or not engine.idle:
+        for _ in range(random.randint(4) if len(ours) < count else 0):
+            submit()
+        if ours and random.rand() < 0.3:
+            c = ours[random.randint(len(ours))][0]
+            if not c.finished:
+                cancelled.add(c)
+            engine.cancel(c)
+        if ours and random.rand() < 0.3:
+            engine.free(ours[random.randint(len(ours))][0])
+        engine.step()
+    for c, *_ in ours:
+        engine.free(c)
+    while engine._prefixes.evict():
+        pass
+    assert_all_free(engine)
+    assert engine.tokens_found > count and 0 < len(cancelled) < len(ours) / 2
+    for c, sampling, n, sample in ours:
+        expected = alone.submit(c.prompt, sampling, key=jax.random.key(n), samples=sample + 1)[sample]
+        drawn(alone)
+        assert c.tokens == expected.tokens[: len(c.tokens)] and (
+            c in cancelled or len(c.tokens) == len(expected.tokens)
+        )
+
+
+def test_rows_of_mixed_lengths_need_the_memory_that_they_use():
+    """512 rows are drawn at once in the memory of 64 that are as long as they may be."""
+    model = noise(lambda: zoo.qwen3.Model(zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 256, 1), key=jax.random.key(0)))
+    engine = Engine(model, batch=512, max_tokens=256, stops=NEVER, cache_tokens=64 * 256, page=8)
+    for n in range(512):
+        engine.submit([n % 64] * (1 + n % 16), Sampling(max_new_tokens=1 + n % 12))
+    assert len(engine.step()) == 512
+    drawn(engine)
+    assert_all_free(engine)
+
+
+def test_only_finished_completions_go_on(load):
+    engine = Engine(load("qwen3-window-head"), **SHAPE, stops=NEVER)
+    (first,) = engine.submit(PROMPTS[0], FEW)
+    with pytest.raises(ValueError, match="goes on when it is finished"):
+        engine.submit(TURN, FEW, after=first)
+    engine.cancel(first)
+    engine.step()
+    with pytest.raises(ValueError, match=r"The prompt has 36 tokens.*max_new_tokens=6.*max_tokens=40"):
+        engine.submit([1] * 31, FEW, after=first)
+
+
+def test_pages():
+    """A pool gives pages that nobody else holds, copies those that are shared, and takes back what windows leave."""
+    pool = Pool(Layout(1, 2, 4, 6, 3), [None, 4])
+    one = pool.empty()
+    assert pool.reserve(one, 0, 5) == [{}, {}] and [len(pages) for pages in one] == [3, 3]
+    other = pool.share(one, 5)
+    assert pool.free.tolist() == [3, 3]
+    assert pool.reserve(other, 5, 6) == [{other[0][2]: one[0][2]}, {other[1][2]: one[1][2]}]
+    assert other[0][:2] == one[0][:2] and other[0][2] != one[0][2]
+    assert pool.reserve(other, 6, 12) is None and pool.free.tolist() == [2, 2]
+    pool.leave(other, 6)  # tokens from 6 on see 3 and later ones, which are in entry 1 and later ones
+    assert other[1][0] == NONE and other[1][1] != NONE and pool.free.tolist() == [2, 2]
+    pool.release(one)
+    assert pool.free.tolist() == [3, 4]
+    assert [array.tolist()[1] for array in pool.arrays([None, other])] == [[*other[0], 6], [6, *other[1][1:], 6]]
+    pool.release(other)
+    assert pool.free.tolist() == pool.counts == [6, 6]
