@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from zoo.generation.decoding import CHUNK
 from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import AbstractDraft
@@ -84,7 +85,14 @@ class Server:
         )
         self.positions = min(max_tokens, model.config.max_position_embeddings)
         make = lambda: Engine(
-            model, batch=batch, max_tokens=self.positions, stops=tokenizer.eos, stride=STRIDE, draft=draft
+            model,
+            batch=batch,
+            max_tokens=self.positions,
+            stops=tokenizer.eos,
+            stride=STRIDE,
+            draft=draft,
+            prefixes=True,
+            beside=CHUNK,
         )
         self.worker = Worker(model, make)
         self._seeing, self._count = asyncio.Lock(), itertools.count()
