@@ -148,6 +148,7 @@ class Questions:
             batch=min(rows, len(self.questions)),
             max_tokens=bucket(longest) + self.tokens,
             stops=self.tokenizer.eos,
+            prefixes=True,
         )
         sampling = Sampling(max_new_tokens=self.tokens)
         completions = [

@@ -94,7 +94,9 @@ def sampling(
 
     def advance(model: Any, stops: Any, table: Any, tables: Any, drawn: Any, enough: Any) -> Any:
         inputs = (model, None), stops, table, tables
-        return decoding.advance.__wrapped__(inputs, decoding.State(drawn[0], drawn[1], drawn[2], None), STRIDE, enough)
+        return decoding.advance.__wrapped__(
+            inputs, decoding.State(drawn[0], drawn[1], drawn[2], None), STRIDE, 0, enough
+        )
 
     with jax.set_mesh(mesh):
         decode = jax.jit(advance, donate_argnums=4, compiler_options=compile_options("decode"))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from zoo.generation.decoding import Drawn, Rows, State, Tables, compiled, logprob, write
+from zoo.generation.decoding import Drawn, Likeliest, Rows, State, Tables, compiled, logprob, write
 from zoo.nn import rows
 from zoo.nn.model import AbstractModel
 
@@ -72,15 +72,15 @@ class Delayed(AbstractConstraint):
 
 @eqx.filter_jit
 def draw(
-    table: Rows, tokens: Int[Array, "batch seq"], logits: Float[Array, "batch vocab"]
+    table: Rows, tokens: Int[Array, "batch seq"], logits: Float[Array, "batch vocab"], top: int
 ) -> tuple[Drawn, Int[Array, "batch seq"]]:
-    """Draws a token for each row. Returns these, and `tokens` with them."""
+    """Draws a token for each row, and finds the `top` likeliest. Returns these, and `tokens` with the drawn ones."""
     at, settings, live = _positions(table), table.settings, (jnp.asarray(table.left) > 0).astype(jnp.int32)
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(table.keys)), table.drawn)
     permitted = settings.permitted(settings.penalized(logits, tokens, table.positions - table.drawn, at))
     token = settings.draw(permitted, keys)[:, None]
-    logprobs = logprob(settings.scaled(logits)[:, None], token)
-    return Drawn(token, logprobs, live, live), write(tokens, token, at[:, None])
+    scaled = settings.scaled(logits)[:, None]
+    return Drawn(token, logprob(scaled, token), Likeliest.of(scaled, top), live, live), write(tokens, token, at[:, None])
 
 
 @compiled

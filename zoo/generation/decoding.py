@@ -84,18 +84,35 @@ Tables = Sequence[Int[HostArray, "batch pages"]]
 """The pages of each row, for each window of `zoo.nn.rows.windows`."""
 
 
+class Likeliest(eqx.Module):
+    """The likeliest tokens in the place of each drawn one, and their log-probabilities, in order."""
+
+    tokens: Int[Array, "batch *steps top"]
+    logprobs: Float[Array, "batch *steps top"]
+
+    @classmethod
+    def of(cls, scaled: Float[Array, "batch *steps vocab"], top: int) -> "Likeliest":
+        """Finds the likeliest tokens under softmax(scaled)."""
+        if not top:
+            return cls(*(jnp.zeros((*scaled.shape[:-1], 0), dtype) for dtype in (jnp.int32, jnp.float32)))
+        values, tokens = jax.lax.top_k(scaled, top)
+        return cls(tokens, values - jax.nn.logsumexp(scaled, axis=-1, keepdims=True))
+
+
 class Drawn(eqx.Module):
     """New tokens: the first `count` of each row are valid, and took `calls` calls of the model."""
 
     tokens: Int[Array, "batch steps"]
     logprobs: Float[Array, "batch steps"]
+    likeliest: Likeliest
     count: Int[Array, " batch"]
     calls: Int[Array, " batch"]
 
     @classmethod
-    def init(cls, batch: int, steps: int) -> "Drawn":
-        integers = lambda *shape: jnp.zeros(shape, jnp.int32)
-        return cls(integers(batch, steps), jnp.zeros((batch, steps), jnp.float32), integers(batch), integers(batch))
+    def init(cls, batch: int, steps: int, top: int) -> "Drawn":
+        integers, numbers = (lambda *shape, dtype=dtype: jnp.zeros(shape, dtype) for dtype in (jnp.int32, jnp.float32))
+        likeliest = Likeliest(integers(batch, steps, top), numbers(batch, steps, top))
+        return cls(integers(batch, steps), numbers(batch, steps), likeliest, integers(batch), integers(batch))
 
 
 def room(draft: Any, max_tokens: int) -> int:
@@ -269,11 +286,13 @@ def advance(
     inputs: tuple[tuple[AbstractModel, None], Int[HostArray, " stops"], Rows, Tables],
     state: State,
     steps: int,
+    top: int,
     enough: Int[HostArray, ""],
 ) -> tuple[State, Drawn]:
     """Decodes up to `steps` tokens in each row, and stops early once at most `enough` rows have more to draw.
 
-    A row that has no more to draw stays as it is, so that it may go on later.
+    It also finds the `top` likeliest tokens in the place of each. A row that has no more to draw stays as it is, so
+    that it may go on later.
     """
     (model, _), stops, table, pages = inputs
     batch, keys = len(table.left), jax.random.wrap_key_data(jnp.asarray(table.keys))
@@ -289,10 +308,12 @@ def advance(
         logits = table.settings.penalized(state.logits, state.tokens, table.positions - table.drawn, at)
         token = table.settings.draw(logits, jax.vmap(jax.random.fold_in)(keys, table.drawn + n))
         tokens = write(state.tokens, token[:, None], at[:, None])
-        put = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, n))
+        put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], n, axis=1)
+        scaled = table.settings.scaled(state.logits)
         new = Drawn(
             put(drawn.tokens, token),
-            put(drawn.logprobs, logprob(table.settings.scaled(state.logits), token)),
+            put(drawn.logprobs, logprob(scaled, token)),
+            jax.tree.map(put, drawn.likeliest, Likeliest.of(scaled, top)),
             drawn.count + live.astype(jnp.int32),
             drawn.calls + live.astype(jnp.int32),
         )
@@ -302,7 +323,7 @@ def advance(
         return n + 1, left, State(tokens, (cache, None), logits, None), new
 
     state = eqx.tree_at(lambda s: s.caches, state, rows.with_tables(state.caches, pages))
-    start = (jnp.array(0), table.left, state, Drawn.init(batch, steps))
+    start = (jnp.array(0), table.left, state, Drawn.init(batch, steps, top))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
     return state, drawn
 

@@ -41,12 +41,14 @@ class Completion:
     `tokens` include the stop token that ended the completion, and `ended` says whether there is one. `logprobs` are log
     softmax(logits / temperature) of each token, without penalties and filters (`top_k`, ...); at temperature 0, log
     softmax(logits). `calls` is the number of calls of the model after the prompt, which is smaller than the number of
-    tokens if a draft's tokens were accepted. `finished` says that no more tokens will come. `prompt` are all tokens
-    before the drawn ones, and `images` those of the prompt.
+    tokens if a draft's tokens were accepted. `finished` says that no more tokens will come. `likeliest` has, for each
+    token, the likeliest ones in its place with their log-probabilities, as many as `submit` was asked for. `prompt` are
+    all tokens before the drawn ones, and `images` those of the prompt.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    likeliest: list[dict[int, float]] = dataclasses.field(default_factory=list)
     calls: int = 0
     ended: bool = False
     finished: bool = False
@@ -77,6 +79,7 @@ class _Sequence:
     sampling: Sampling
     key: np.ndarray
     keep: bool
+    top: int  # likeliest tokens that are asked for
     table: Table = dataclasses.field(default_factory=list)
     read: int = 0
     in_chunks: bool = True  # whether all of this was read in chunks from the beginning
@@ -204,6 +207,7 @@ class Engine:
         after: Completion | None = None,
         keep: bool = False,
         constrained: Sequence[AbstractConstraint] = (),
+        top: int = 0,
     ) -> list[Completion]:
         """Queues a prompt, and returns its completions, which `step` will fill in. All samples share one prefill.
 
@@ -211,6 +215,8 @@ class Engine:
         `jax.random.fold_in(key, n)`. `images` are the prompt's images, as for a batch of one row. Each free row goes to
         the `owner` in the queue that has the fewest rows; an owner's prompts are served in order. `constrained` has one
         constraint for each sample; () leaves the samples free.
+
+        `top` asks for that many of the likeliest tokens in the place of each, which the step has anyway.
 
         The text of a finished completion goes on by `after`: the prompt then follows its tokens, and may be empty.
         Several such calls, or samples, fork it. If it was submitted with `keep`, only what is new is read: what it has
@@ -245,7 +251,7 @@ class Engine:
         text = self._prompt(owner, tokens, images, after)
         words = np.asarray(jax.random.key_data(folded))[:samples]
         for data, each in zip(words, constrained or [None] * samples, strict=True):
-            sequence = _Sequence(Completion(prompt=tokens, images=images), text, sampling, data, keep)
+            sequence = _Sequence(Completion(prompt=tokens, images=images), text, sampling, data, keep, top)
             sequence.constraint, sequence.allowed = each, each and each.allowed()
             text.waiting.append(sequence)
         self._queue.append(text)
@@ -278,14 +284,20 @@ class Engine:
             return {}
         self._copy()
         enough = len(running) - max(1, len(self._rows) // 8) if self._queue else 0
-        drawn = self._advance(any(sequence.constraint for _, sequence in running), np.array(enough))
+        most = max(sequence.top for _, sequence in running)
+        top = min(bucket(most, 1), self.model.config.vocab_size) if most else 0  # few numbers, so that little is compiled
+        drawn = self._advance(any(sequence.constraint for _, sequence in running), top, np.array(enough))
         tokens, logprobs, counts, calls = map(gathered, (drawn.tokens, drawn.logprobs, drawn.count, drawn.calls))
+        likeliest = [gathered(a) for a in (drawn.likeliest.tokens, drawn.likeliest.logprobs)] if top else []
         new = {}
         for row, sequence in running:
             done, count = sequence.completion, counts[row]
             new[done] = tokens[row, :count].tolist()
             done.tokens += new[done]
             done.logprobs += logprobs[row, :count].tolist()
+            if sequence.top:
+                ids, values = (a[row, :count, : sequence.top].tolist() for a in likeliest)
+                done.likeliest += [dict(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
             done.calls += int(calls[row])
             done.ended = done.tokens[-1] in self._stops
             done.finished = done.ended or len(done.tokens) == sequence.sampling.max_new_tokens
@@ -300,16 +312,16 @@ class Engine:
                 self._requeue(row)
         return new
 
-    def _advance(self, constrained: bool, enough: np.ndarray) -> Drawn:
+    def _advance(self, constrained: bool, top: int, enough: np.ndarray) -> Drawn:
         """Decodes up to `stride` tokens in each row; if any row is constrained, one, or with a draft one round."""
         table, tables, steps = self._table(), self._tables(), 1 if constrained else self.stride
         if constrained and self.draft is None:
-            drawn, tokens = constraints.draw(table, self._state.tokens, self._state.logits)
+            drawn, tokens = constraints.draw(table, self._state.tokens, self._state.logits, top)
             self._state = constraints.read((self.model, table, tables, drawn.tokens, tokens), self._state)
             return drawn
         advance = decoding.advance if self.draft is None else speculative.advance
         inputs = self._models, self._stops, table, tables
-        self._state, drawn = advance(inputs, self._state, steps, enough)
+        self._state, drawn = advance(inputs, self._state, steps, top, enough)
         return drawn
 
     def _sweep(self) -> None:

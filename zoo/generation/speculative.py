@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kernels import Tokens
-from zoo.generation.decoding import Drawn, Reading, Rows, State, Tables, compiled, logprob, write
+from zoo.generation.decoding import Drawn, Likeliest, Reading, Rows, State, Tables, compiled, logprob, write
 from zoo.generation.sampling import Settings
 from zoo.nn import rows
 from zoo.nn.model import AbstractModel
@@ -172,6 +172,7 @@ def advance(
     inputs: tuple[tuple[AbstractModel, AbstractDraft], Int[HostArray, " stops"], Rows, Tables],
     state: State,
     steps: int,
+    top: int,
     enough: Int[HostArray, ""],
 ) -> tuple[State, Drawn]:
     """Decodes as `decoding.advance` does, in rounds of one call of the model.
@@ -222,7 +223,9 @@ def advance(
             accepted = jnp.where(settings.constrained, 0, accepted)
         before = jnp.concatenate([state.logits[:, None], logits[:, :k]], axis=1)
         live = left > 0
-        left, new = _add(drawn, tokens, logprob(settings.scaled(before), tokens), accepted + 1, left, stops)
+        scaled = settings.scaled(before)
+        found = tokens, logprob(scaled, tokens), Likeliest.of(scaled, top)
+        left, new = _add(drawn, *found, accepted + 1, left, stops)
         # A row may end before the first rejected token. Then no distribution is rejected, as if all were accepted.
         count = new.count - drawn.count
         rejected = jnp.where((count > accepted)[:, None], here(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), accepted), 0)
@@ -243,7 +246,7 @@ def advance(
         return n + 1, left, State(written, (cache, draft_cache), logits, past), new
 
     state = eqx.tree_at(lambda s: s.caches, state, rows.with_tables(state.caches, pages))
-    start = (jnp.array(0), table.left, state, Drawn.init(batch, rounds * (k + 1)))
+    start = (jnp.array(0), table.left, state, Drawn.init(batch, rounds * (k + 1), top))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
     return state, drawn
 
@@ -325,6 +328,7 @@ def _add(
     drawn: Drawn,
     tokens: Int[Array, "batch seq"],
     logprobs: Float[Array, "batch seq"],
+    likeliest: Likeliest,
     count: Int[Array, " batch"],
     left: Int[HostArray, " batch"],
     stops: Int[HostArray, " stops"],
@@ -340,9 +344,9 @@ def _add(
     new = index < count[:, None]
     at = jnp.where(new, drawn.count[:, None] + index, drawn.tokens.shape[1])  # an index out of bounds is not written
     left = jnp.where(jnp.any(stopped & new, axis=1), 0, left - count)
-    return left, Drawn(
-        drawn.tokens.at[row, at].set(tokens),
-        drawn.logprobs.at[row, at].set(logprobs),
-        drawn.count + count,
-        drawn.calls + (count > 0).astype(jnp.int32),
+    put = lambda old, new: old.at[row, at].set(new)
+    tokens, logprobs, likeliest = jax.tree.map(
+        put, (drawn.tokens, drawn.logprobs, drawn.likeliest), (tokens, logprobs, likeliest)
     )
+    calls = drawn.calls + (count > 0).astype(jnp.int32)
+    return left, Drawn(tokens, logprobs, likeliest, drawn.count + count, calls)

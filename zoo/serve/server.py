@@ -92,7 +92,7 @@ class Server:
         self.positions = min(max_tokens, *(each.model.config.max_position_embeddings for each in served))
         make = lambda each: Engine(
             each.model, batch=batch, max_tokens=self.positions, stops=each.tokenizer.eos, stride=STRIDE,
-            draft=each.draft, chunk=chunk, prefixes=True,
+            draft=each.draft, chunk=chunk, beside=chunk, prefixes=True,
         )  # fmt: skip
         self.metrics = Metrics()
         self.worker = Worker(served[0], make, self.metrics)
