@@ -80,7 +80,9 @@ def draw(
     permitted = settings.permitted(settings.penalized(logits, tokens, table.positions - table.drawn, at))
     token = settings.draw(permitted, keys)[:, None]
     scaled = settings.scaled(logits)[:, None]
-    return Drawn(token, logprob(scaled, token), Likeliest.of(scaled, top), live, live), write(tokens, token, at[:, None])
+    return Drawn(token, logprob(scaled, token), Likeliest.of(scaled, top), live, live), write(
+        tokens, token, at[:, None]
+    )
 
 
 @compiled

@@ -285,7 +285,8 @@ class Engine:
         self._copy()
         enough = len(running) - max(1, len(self._rows) // 8) if self._queue else 0
         most = max(sequence.top for _, sequence in running)
-        top = min(bucket(most, 1), self.model.config.vocab_size) if most else 0  # few numbers, so that little is compiled
+        # few numbers, so that little is compiled
+        top = min(bucket(most, 1), self.model.config.vocab_size) if most else 0
         drawn = self._advance(any(sequence.constraint for _, sequence in running), top, np.array(enough))
         tokens, logprobs, counts, calls = map(gathered, (drawn.tokens, drawn.logprobs, drawn.count, drawn.calls))
         likeliest = [gathered(a) for a in (drawn.likeliest.tokens, drawn.likeliest.logprobs)] if top else []
