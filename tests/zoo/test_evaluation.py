@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.zoo import tiny
 from zoo import evaluation
 
 
@@ -43,6 +44,17 @@ def test_log_likelihoods(model, tokenizer):
         np.testing.assert_allclose(logp, logps[np.arange(len(after)), after].sum(), atol=1e-4)
         assert is_greedy == (logps.argmax(axis=-1) == after).all()
     assert found[-1][1]
+
+
+@pytest.mark.parametrize("name", ["qwen3-window-head", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_a_shared_beginning_is_read_once(load, name):
+    """Choices after one question have the numbers that each has alone, whatever the layers keep of the question."""
+    model, ids = load(name), tiny.TOKENS[0].tolist()
+    pairs = [(ids[:9], ids[9:11]), (ids[:9], ids[3:8]), (ids[:4], ids[4:5]), (ids[:9], [7]), (ids[:4], ids[9:12])]
+    found = evaluation.score(model, pairs, 4, lambda *_: None)
+    alone = [evaluation.score(model, [each], 4, lambda *_: None)[0] for each in pairs]
+    np.testing.assert_allclose([logp for logp, _ in found], [logp for logp, _ in alone], atol=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
 
 
 @pytest.mark.live
