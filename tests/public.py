@@ -43,6 +43,18 @@ def tokens() -> None:
     print(engine.idle)
 
 
+def heads() -> None:
+    model, tokenizer = zoo.load("qwen3-embedding-0.6b", head="embedding"), zoo.tokenizer("qwen3-embedding-0.6b")
+    print(zoo.embed(model, tokenizer, ["def f(x):", "import re"], prompt_name="query", width=256).shape)
+    best = zoo.rank(model, tokenizer, "a regular expression", ["import re", "import os"])[0]
+    print(best.index, best.score)
+
+
+def tasks() -> None:
+    found: dict[str, float] = zoo.evaluate(zoo.load("tiny"), zoo.tokenizer("tiny"), ["gsm8k"], limit=8)
+    print(found)
+
+
 def adapters() -> None:
     model = zoo.lora.add(zoo.load("tiny"), rank=8, alpha=16.0, key=jax.random.key(0))
     zoo.peft.save(model, "adapter", base="org/name")
