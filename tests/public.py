@@ -43,10 +43,23 @@ def tokens() -> None:
     print(engine.idle)
 
 
+def retrieval() -> None:
+    model, tokenizer = zoo.load("tiny", head="embedding"), zoo.tokenizer("tiny")
+    print(zoo.embed(model, tokenizer, ["Return the"]), zoo.rank(model, tokenizer, "What?", ["This."]))
+    print(zoo.evaluate(model, tokenizer, ["hellaswag"]))
+
+
 def adapters() -> None:
     model = zoo.lora.add(zoo.load("tiny"), rank=8, alpha=16.0, key=jax.random.key(0))
     zoo.peft.save(model, "adapter", base="org/name")
     print(zoo.peft.load(zoo.load("tiny"), "adapter").config)
+
+
+def models(tokens: jax.Array) -> None:
+    model = zoo.init("tiny", key=jax.random.key(0), dtype="bfloat16", mesh="fsdp=-1")
+    logits, activations = zoo.capture(model, "layers.*.mlp")(tokens)
+    model = zoo.surgery.with_layer(model, 1, model.layers[0])
+    print(model, len(model.layers), logits.shape, activations["layers.0.mlp"])
 
 
 def families() -> None:
