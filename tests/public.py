@@ -61,6 +61,13 @@ def adapters() -> None:
     print(zoo.peft.load(zoo.load("tiny"), "adapter").config)
 
 
+def models(tokens: jax.Array) -> None:
+    model = zoo.init("tiny", key=jax.random.key(0), dtype="bfloat16", mesh="fsdp=-1")
+    logits, activations = zoo.capture(model, "layers.*.mlp")(tokens)
+    model = zoo.surgery.with_layer(model, 1, model.layers[0])
+    print(model, len(model.layers), logits.shape, activations["layers.0.mlp"])
+
+
 def families() -> None:
     zoo.register(qwen3.FAMILY)
     print(zoo.qwen3.CONFIGS["qwen3-0.6b"].config.vocab_size, zoo.qwen3_vl.FAMILY.title)

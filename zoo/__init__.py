@@ -66,13 +66,14 @@ for _name in ("TPU_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL"):  # libtpu reads thes
 for _name in ("kernels", "convert"):  # not train: zoo does not import it
     _import_own(_name)
 
-from zoo import lora
+from zoo import lora, surgery
+from zoo.activations import capture
 from zoo.evaluation import evaluate
 from zoo.generation.engine import Completion, Engine, complete
 from zoo.generation.generate import generate, stream
 from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import ModelDraft, MTPDraft
-from zoo.load import config, fingerprint, inspect, load, save, tokenizer
+from zoo.load import config, fingerprint, init, inspect, load, save, tokenizer
 from zoo.mesh import make_mesh
 from zoo.models import (
     deepseek2,
@@ -125,12 +126,14 @@ __all__ = [
     "MTPDraft",
     "ModelDraft",
     "Sampling",
+    "capture",
     "complete",
     "config",
     "embed",
     "evaluate",
     "fingerprint",
     "generate",
+    "init",
     "inspect",
     "load",
     "lora",
@@ -141,6 +144,7 @@ __all__ = [
     "register",
     "save",
     "stream",
+    "surgery",
     "tokenizer",
 ]
 # The families. `python -m tests.zoo.make_table` writes their names, here and above.

@@ -9,11 +9,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
 
 import convert.files
 import convert.hub
@@ -25,7 +27,7 @@ from zoo.mesh import make_mesh
 from zoo.nn.heads import Kind
 from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.source import Source
-from zoo.surgery import with_head
+from zoo.surgery import cast, shardings, with_head
 from zoo.text.prompts import processor_of
 from zoo.text.tokenizer import Tokenizer, chat_template_of
 from zoo.weights import checkpoint, gather, heads
@@ -105,6 +107,37 @@ def load(
         model, tensors, family,
         dtype=dtype, mesh=mesh, format=quantize, check_values=check_values, mmap=mmap,
     )  # fmt: skip
+
+
+def init(
+    source: Named | AbstractConfig,
+    *,
+    key: PRNGKeyArray,
+    dtype: DTypeLike = "float32",
+    mesh: Mesh | str | None = None,
+    parts: Sequence[str] = (),
+) -> AbstractModel:
+    """Make a model of random weights, as `python -m train.pretrain` begins with.
+
+    Args:
+        source: a config, such as `dataclasses.replace(zoo.config("llama3.2-1b"), num_hidden_layers=4)`; or what
+            `config` takes, of which only config.json is read.
+        key: random key.
+        dtype: dtype of the floating point weights. They are drawn in float32.
+        mesh: a mesh, or its description for `zoo.make_mesh`. Each device makes its own part of each weight.
+        parts: names of optional parts to make too, as in `load`.
+
+    Raises:
+        OSError, ValueError: as in `load`; a ValueError also if the class of the config is no registered family's.
+    """
+    found = source if isinstance(source, AbstractConfig) else config(source)
+    family, dtype = registry.family_of(found), _float_dtype(dtype)
+    make = lambda key: cast(family.init_model(found, key=key, parts=parts), dtype)
+    if mesh is None:
+        return jax.jit(make)(key)
+    mesh = make_mesh(mesh) if isinstance(mesh, str) else mesh
+    skeleton = eqx.filter_eval_shape(make, key)
+    return jax.jit(make, out_shardings=shardings(skeleton, family.partition_rules, mesh))(key)
 
 
 def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = False) -> None:

@@ -18,7 +18,7 @@ from kernels.mesh import FSDP, PARAMETERS, STAGE, TENSOR, fitting
 from zoo.nn.heads import AbstractHead
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, Float32
 from zoo.nn.model import AbstractModel
-from zoo.nn.stack import Stack
+from zoo.nn.stack import AbstractBlock, Stack
 
 
 T = TypeVar("T")
@@ -66,6 +66,16 @@ def with_head(model: M, head: AbstractHead) -> M:
     if outputs(model):
         model = eqx.tree_at(outputs, model, [None])
     return eqx.tree_at(lambda m: m.head, model, head, is_leaf=lambda m: m is None)
+
+
+def with_layer(model: M, n: int, layer: AbstractBlock) -> M:
+    """Put `layer`, which is a changed `model.layers[n]`, in the place of layer n; -1 is the last one.
+
+    Raises:
+        IndexError: there is no layer n.
+        ValueError: anything but the values of arrays differs from the old layer, as layers share a compiled scan.
+    """
+    return eqx.tree_at(lambda m: m.layers, model, model.layers.with_layer(n, layer))
 
 
 def map_linears(

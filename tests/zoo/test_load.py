@@ -1,5 +1,6 @@
 """Loading: memory, mapping and alignment; and checkpoints that are opened once."""
 
+import dataclasses
 import json
 import resource
 import subprocess
@@ -176,3 +177,20 @@ def test_a_source_without_weights(monkeypatch, tmp_path):
         assert source.weights
     with pytest.raises(OSError, match=r"config\.json"):
         assert source.config
+
+
+def test_random_weights(tmp_path):
+    """By config, by folder and on a mesh the weights are the same, in the dtype that is asked for."""
+    config = dataclasses.replace(zoo.config("llama3.2-1b"), vocab_size=64, hidden_size=32, intermediate_size=48,
+                                 num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)  # fmt: skip
+    key = jax.random.key(0)
+    model = zoo.init(config, key=key, dtype="bfloat16")
+    assert model.config == config and {a.dtype for a in jax.tree.leaves(model)} == {np.dtype("bfloat16")}
+    zoo.save(model, tmp_path)
+    again = zoo.init(tmp_path, key=key, dtype="bfloat16", mesh="fsdp=4,tensor=2")
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), model, again))
+    assert len(again.layers[0].mlp.up_proj.weight.sharding.device_set) == 8
+    with pytest.raises(ValueError, match="dtype='int8' is none of float32, bfloat16 and float16"):
+        zoo.init(config, key=key, dtype="int8")
+    with pytest.raises(ValueError, match="llama has no part 'vision'"):
+        zoo.init(config, key=key, parts=("vision",))

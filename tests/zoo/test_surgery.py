@@ -215,3 +215,42 @@ def test_shardings_refuse(model):
     narrow = noise(lambda: zoo.qwen3.Model(config, key=jax.random.key(0)))
     with pytest.raises(ValueError, match=r"proj.weight of shape \(1, 12, 32\).*12 is not a multiple.*tensor=8"):
         surgery.shardings(narrow, zoo.qwen3.FAMILY.partition_rules, wide)
+
+
+def with_up_proj(layer, new):
+    return eqx.tree_at(lambda layer: layer.mlp.up_proj, layer, new)
+
+
+def test_layers_one_by_one(model):
+    """Layers before and in the scan are those of the model, and changed ones take their place."""
+    layers = model.layers
+    assert len(layers) == 7 and {index for _, index in map(layers.place, range(7))} >= {None, 0, 1}
+    for n, layer in enumerate(layers):
+        block, index = layers.place(n)
+        weight, own = np.asarray(block.mlp.up_proj.weight), layer.mlp.up_proj
+        assert np.array_equal(own.weight, weight if index is None else weight[index])
+        zeros = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), own)
+        new = surgery.with_layer(model, n, with_up_proj(layer, zeros)).layers
+        assert all(bool(np.any(new[m].mlp.up_proj.weight)) == (m != n) for m in (0, 1, 2, 6))
+    assert same(layers[-1], layers[6]) and same(surgery.with_layer(model, -1, layers[6]), model)
+
+
+def test_layers_that_do_not_fit(model):
+    with pytest.raises(IndexError):
+        model.layers[7]
+    quantized = with_up_proj(model.layers[3], int8(model.layers[3].mlp.up_proj))
+    for n, layer in ((3, quantized), (1, surgery.cast(model.layers[1], "bfloat16"))):
+        with pytest.raises(ValueError, match=f"^The new layer {n} has other modules, static fields, shapes or dtypes"):
+            surgery.with_layer(model, n, layer)
+
+
+def test_printed(model, both):
+    """A line for each part, each kind of layer and its parts; sums over the layers; dtypes as stored."""
+    lines = {line[:26].strip(): line[26:].split() for line in str(model).splitlines()}
+    assert lines["layers 0-1, 3, 5 (4)"][0] == "Block" and lines["layers 2, 4, 6 (3)"][0] == "Block"
+    size = sum(a.size for a in jax.tree.leaves(model))
+    assert lines["all"] == ["Model", f"{size:,}", f"{4 * size / 1000:.3g}", "kB", "float32"]
+    assert any("window=4" in " ".join(words) for words in lines.values())
+    assert "int8, float32" in str(both[0])
+    shapes = eqx.filter_eval_shape(lambda: model)
+    assert str(shapes) == str(model)

@@ -25,6 +25,7 @@ from zoo.nn.cache import AbstractCache
 from zoo.nn.heads import AbstractHead
 from zoo.nn.layers import Embedding
 from zoo.nn.stack import Caches, Reports, Stack
+from zoo.nn.summary import summary
 
 
 class _Sizes(abc.ABC):
@@ -237,6 +238,10 @@ class AbstractModel(eqx.Module):
         """Logits for tokens at these positions, given what `cache` (from `init_cache`) remembers; and the new cache."""
         x, new, _ = self.hidden(tokens, cache, positions=positions)
         return self.unembed(x), new
+
+    def __str__(self) -> str:
+        """A table of the model's parts and kinds of layers, with their parameters and bytes, for `print(model)`."""
+        return summary(self)
 
     def __hash__(self) -> int:
         """Raises, since `jax.jit(model)` hashes its function, and a module that holds arrays has no hash.

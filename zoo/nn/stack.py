@@ -227,11 +227,54 @@ class Stack(eqx.Module):
 
     def with_remat(self, remat: Remat | None) -> "Stack":
         """Returns this stack, whose layers `remat` wraps one by one where there is no cache."""
+        return self._replaced(remat=remat)
+
+    def map_blocks(self, fn: Callable[[range, AbstractBlock], AbstractBlock]) -> "Stack":
+        """Returns this stack with `fn(numbers of its layers, block)` in the place of each block."""
+        new = [fn(numbers, block) for numbers, block in self.blocks()]
+        start, end = len(self.head), len(self.head) + len(self.period)
+        return self._replaced(head=tuple(new[:start]), period=tuple(new[start:end]), tail=tuple(new[end:]))
+
+    def _replaced(self, **fields: Any) -> "Stack":
         # `dataclasses.replace` would call `__init__`, which makes weights; `eqx.tree_at` can't replace a static field.
         new = object.__new__(Stack)
         for field in dataclasses.fields(self):
-            object.__setattr__(new, field.name, remat if field.name == "remat" else getattr(self, field.name))
+            object.__setattr__(new, field.name, fields.get(field.name, getattr(self, field.name)))
         return new
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return self.num_layers
+
+    def __getitem__(self, n: int) -> AbstractBlock:
+        """Returns a copy of layer n, with arrays of its own; -1 is the last one. Raises IndexError if there is none."""
+        block, index = self.place(n)
+        return block if index is None else jax.tree.map(lambda a: a[index], block)
+
+    def with_layer(self, n: int, layer: AbstractBlock) -> "Stack":
+        """Returns this stack with the arrays of `layer`, which is a changed `self[n]`, in the place of layer n's.
+
+        Raises:
+            IndexError: there is no layer n.
+            ValueError: modules, static fields, shapes or dtypes differ from those of layer n, with which it shares a
+                scan.
+        """
+        block, index = self.place(n)
+        described = lambda tree: (jax.tree.structure(tree), [(a.shape, a.dtype) for a in jax.tree.leaves(tree)])
+        if described(layer) != described(eqx.filter_eval_shape(self.__getitem__, n)):
+            raise ValueError(f"The new layer {n} has other modules, static fields, shapes or dtypes than the old one.")
+        new = layer if index is None else jax.tree.map(lambda a, own: a.at[index].set(own), block, layer)
+        return self.map_blocks(lambda _, each: new if each is block else each)
+
+    def place(self, n: int) -> tuple[AbstractBlock, int | None]:
+        """Finds layer n: the block that holds it, and its index in the block's arrays; None: the block is the layer.
+
+        Raises:
+            IndexError: there is no layer n.
+        """
+        n = range(self.num_layers)[n]
+        layers, block = next((layers, block) for layers, block in self.blocks() if n in layers)
+        return block, layers.index(n) if any(block is stacked for stacked in self.period) else None
 
     def layer_numbers(self, part: str, j: int) -> range:
         """Returns the numbers of the layers that `head[j]`, `period[j]` or `tail[j]` holds."""
