@@ -50,7 +50,8 @@ SETS = [{3, 31, 32, 2047}, {64}, set(range(0, 2048, 7)), {1000, 1001}]
 def run(model, *submissions, draft=None):
     """Returns the completions of submissions (sampling, constraint), decoded together."""
     engine = Engine(model, batch=4, max_tokens=64, stride=4, draft=draft)
-    made = [engine.submit(PROMPT, sampling, constrained=[each] if each else ())[0] for sampling, each in submissions]
+    submit = lambda sampling, each: engine.submit(PROMPT, sampling, constrained=[each] if each else (), top=2)[0]
+    made = [submit(*submission) for submission in submissions]
     while not engine.idle:
         engine.step()
     return made
@@ -63,7 +64,9 @@ def draft(model):
 
 @pytest.mark.parametrize("drafted", [False, True])
 def test_only_allowed_tokens_are_drawn(model, draft, drafted):
-    """Rows with and without constraints share a batch, and each has the tokens of the model's own distribution."""
+    """Rows with and without constraints share a batch, and each has the tokens of the model's own distribution. The
+    likeliest tokens are those without the constraint, like log-probabilities.
+    """
     new, used = Sampling(max_new_tokens=12), {"draft": draft} if drafted else {}
     warm = Sampling(max_new_tokens=12, temperature=1.0, seed=3, top_p=0.9)
     first, second = Sets(2048, SETS), Sets(2048, SETS)
@@ -78,6 +81,11 @@ def test_only_allowed_tokens_are_drawn(model, draft, drafted):
         logits = after(model, tokens)
         allowed = sorted(SETS[n % 4])
         assert token == allowed[int(logits[allowed].argmax())]
+        logs = logits - np.log(np.exp(logits).sum())
+        assert list(greedy.likeliest[n]) == np.argsort(-logits)[:2].tolist()
+        assert np.allclose(
+            [*greedy.likeliest[n].values(), greedy.logprobs[n]], logs[[*greedy.likeliest[n], token]], atol=1e-4
+        )
         tokens.append(token)
 
 

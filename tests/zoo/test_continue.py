@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ import pytest
 import zoo
 from tests.zoo import tiny
 from tests.zoo.programs import STACKS, noise
+from tests.zoo.test_constraints import Sets
 from tests.zoo.test_engine import NEVER, PROMPTS, slow
 from tests.zoo.test_speculative import noisy
 from zoo.generation.engine import Engine
 from zoo.generation.pages import NONE, Layout, Pool
 from zoo.generation.sampling import Sampling
 from zoo.mesh import make_mesh
+from zoo.nn.moe import choices_of_each_token
+from zoo.nn.routing import Router, experts_of
 
 
 FEW = Sampling(max_new_tokens=6)
@@ -157,6 +161,70 @@ def test_prompts_are_read_beside_rows_that_draw(load, name, monkeypatch):
         expected = alone.submit(completion.prompt, sampling, samples=n + 1)[n]
         assert_same(*drawn(alone, completion, expected))
     assert_all_free(engine)
+
+
+@eqx.filter_jit
+def records_of(model, tokens):
+    """Returns the experts and the features of one pass over whole texts."""
+    with choices_of_each_token():
+        x, _, reports = model.hidden(tokens)
+    return experts_of(model.layers, reports), x
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("qwen3_moe", "plain"),
+        slow("qwen3_moe", "draft"),
+        slow("qwen3_moe", "constraint"),
+        *(slow(name, "plain") for name in ["deepseek3", "llama4", "gpt_oss", "qwen3_next"]),
+        slow("lfm2_moe", "draft"),
+    ],
+)
+def test_records_are_those_of_one_pass(load, name, kind):
+    """Experts and features of chunks of prompts, of samples, shared chunks, drawn tokens and continuations."""
+    model = load(name)
+    draft = zoo.ModelDraft(noisy(model, 0.02), 3) if kind == "draft" else None
+    options = dict(stops=NEVER, chunk=8, prefixes=True, record=("experts", "hidden"), draft=draft)
+    engine, sampling = Engine(model, **SHAPE, **options), dataclasses.replace(FEW, temperature=1.0)
+    constrained = [Sets(64, [set(range(32)), set(range(64))]) for _ in range(2)] if kind == "constraint" else ()
+    text = tiny.TOKENS[0, :12].tolist()
+    done = engine.submit(text, sampling, samples=2, keep=True, constrained=constrained)
+    drawn(engine)
+    done += engine.submit(text[:9] + TURN, FEW) + engine.submit(TURN, FEW, after=done[0], samples=2)
+    drawn(engine)
+    assert engine.tokens_found > 30
+    for completion in done:
+        whole = completion.prompt + completion.tokens
+        padded = np.zeros((1, SHAPE["max_tokens"]), np.int32)
+        padded[0, : len(whole)] = whole
+        experts, x = (np.asarray(a)[0, : len(whole)] for a in records_of(model, padded))
+        assert np.array_equal(completion.records["experts"], experts) and len({*experts.flat}) > 2
+        np.testing.assert_allclose(completion.records["hidden"], x, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [slow("qwen3_next"), slow("llama4")])
+def test_experts_are_in_the_order_of_layers(load, name):
+    """Where one layer's router chooses others, all experts of earlier layers stay."""
+    model = load(name)
+    routers = lambda model: [x for x in jax.tree.leaves(model, is_leaf=is_router) if is_router(x)]
+    is_router = lambda node: isinstance(node, Router)
+    before, _ = records_of(model, tiny.TOKENS[:1])
+    sparse = [layers for layers, block in model.layers.blocks() if routers(block)]
+    order = sorted(layer for layers in sparse for layer in layers)
+    assert before.shape[2] == len(order) > 1
+    for n, layers in enumerate(sparse):
+        weight = routers(model)[n].weight
+        for i, layer in enumerate(layers):
+            flipped = weight.at[i].multiply(-1) if weight.ndim == 3 else -weight
+            after, _ = records_of(eqx.tree_at(lambda m, n=n: routers(m)[n].weight, model, flipped), tiny.TOKENS[:1])
+            same = [bool((before[:, :, m] == after[:, :, m]).all()) for m in range(len(order))]
+            assert same.index(False) == order.index(layer)
+
+
+def test_a_dense_model_has_no_experts(load):
+    with pytest.raises(ValueError, match="The model has no experts"):
+        Engine(load("qwen3-window-head"), **SHAPE, record=["experts"])
 
 
 @pytest.mark.slow

@@ -233,7 +233,7 @@ def test_prompts_of_all_lengths_share_few_programs(monkeypatch):
     shapes = set()
     model = noise(lambda: zoo.qwen3.Model(dataclasses.replace(SMALL, max_position_embeddings=5000), key=KEY))
     engine = Engine(model, batch=10, max_tokens=4096)
-    note = lambda inputs, state: shapes.add(inputs[1].tokens.shape) or state
+    note = lambda inputs, state: shapes.add(inputs[1].tokens.shape) or (state, {})
     monkeypatch.setattr(zoo.generation.engine, "read", note)
     lengths = {length for n in range(13) for length in (2**n - 1, 2**n, 2**n + 1) if 0 < length < 4096}
     for length in lengths:

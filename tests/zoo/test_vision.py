@@ -214,7 +214,7 @@ def test_decoding_after_images(untyped, load_vision, name):
     tokens, counts = padded(prompts, rows, longest)
     images = batched_images(each, rows, longest)
     new = Reading(np.arange(rows, dtype=np.int32), tokens, np.zeros_like(counts), counts, images)
-    state = read(((model, None), new, []), init_state(model, None, rows, longest + NEW, None, None, None))
+    state, _ = read(((model, None), new, []), init_state(model, None, rows, longest + NEW, None, None, None))
     first = np.asarray(state.logits)
     for row, length in enumerate(lengths):
         assert error(first[row], golden[row, length - 1]) < 1e-4

@@ -90,7 +90,7 @@ def sampling(
 
     def read(model: Any, chunk: Any, tables: Any, drawn: Any) -> Any:
         inputs = (model, None), decoding.Reading(*chunk), tables
-        return decoding.read.__wrapped__(inputs, decoding.State(drawn[0], drawn[1], drawn[2], None))
+        return decoding.read.__wrapped__(inputs, decoding.State(drawn[0], drawn[1], drawn[2], None))[0]
 
     def advance(model: Any, stops: Any, table: Any, tables: Any, drawn: Any, enough: Any) -> Any:
         inputs = (model, None), stops, table, tables

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from zoo.generation.decoding import Drawn, Likeliest, Rows, State, Tables, compiled, logprob, write
+from zoo.generation.decoding import Drawn, Likeliest, Records, Rows, State, Tables, compiled, hidden, logprob, write
 from zoo.nn import rows
 from zoo.nn.model import AbstractModel
 
@@ -80,21 +80,20 @@ def draw(
     permitted = settings.permitted(settings.penalized(logits, tokens, table.positions - table.drawn, at))
     token = settings.draw(permitted, keys)[:, None]
     scaled = settings.scaled(logits)[:, None]
-    return Drawn(token, logprob(scaled, token), Likeliest.of(scaled, top), live, live), write(
-        tokens, token, at[:, None]
-    )
+    drawn = Drawn(token, logprob(scaled, token), Likeliest.of(scaled, top), live, live, {})
+    return drawn, write(tokens, token, at[:, None])
 
 
 @compiled
 def read(
     inputs: tuple[AbstractModel, Rows, Tables, Int[Array, "batch 1"], Int[Array, "batch seq"]], state: State
-) -> State:
+) -> tuple[State, Records]:
     """Gives the model the tokens that `draw` has drawn, and returns the state for the next ones."""
     model, table, pages, token, tokens = inputs
     at = _positions(table)[:, None]
-    logits, cache = model.decode(token, rows.with_tables(state.caches, pages)[0], positions=at)
-    logits = jnp.where(at >= 0, logits[:, 0].astype(jnp.float32), state.logits)
-    return State(tokens, (cache, None), logits, None)
+    x, cache, records = hidden(model, token, rows.with_tables(state.caches, pages)[0], at, table.record)
+    logits = jnp.where(at >= 0, model.unembed(x)[:, 0].astype(jnp.float32), state.logits)
+    return State(tokens, (cache, None), logits, None), records
 
 
 def _positions(table: Rows) -> Int[Array, " batch"]:

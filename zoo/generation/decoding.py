@@ -5,10 +5,11 @@ With a draft, `Engine` calls `zoo.generation.speculative.advance` instead of `ad
 take all other arrays as one first argument, `inputs`: `donate="all-except-first"` lets XLA reuse the state's memory.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -27,6 +28,8 @@ from zoo.generation.sampling import Settings
 from zoo.nn import rows
 from zoo.nn.cache import AbstractCache, partition_specs, split_over
 from zoo.nn.model import AbstractModel, Images
+from zoo.nn.moe import choices_of_each_token
+from zoo.nn.routing import experts_of
 from zoo.nn.rows import HostArray
 
 
@@ -34,6 +37,10 @@ AT_ONCE = 8  # most rows that read together
 CHUNK = 512  # most tokens that a row reads at a time
 PAGE = 64  # positions of a page
 T = TypeVar("T")
+
+Record = Literal["experts", "hidden"]
+Records = dict[Record, Array]
+"""What is recorded of some tokens: experts [batch, seq, layers, choices], features [batch, seq, embed]."""
 
 
 class State(eqx.Module):
@@ -57,6 +64,7 @@ class Rows(eqx.Module):
     left: Int[HostArray, " batch"]  # the number of tokens that may still be drawn
     keys: UInt32[HostArray, "batch words"]
     settings: Settings
+    record: tuple[Record, ...] = eqx.field(static=True, default=())
 
 
 class Reading(eqx.Module):
@@ -70,6 +78,7 @@ class Reading(eqx.Module):
     starts: Int[HostArray, " rows"]
     lengths: Int[HostArray, " rows"]
     images: Images | None = None  # of these tokens
+    record: tuple[Record, ...] = eqx.field(static=True, default=())
 
 
 class RowState(eqx.Module):
@@ -107,12 +116,15 @@ class Drawn(eqx.Module):
     likeliest: Likeliest
     count: Int[Array, " batch"]
     calls: Int[Array, " batch"]
+    records: Records
 
     @classmethod
-    def init(cls, batch: int, steps: int, top: int) -> "Drawn":
+    def init(cls, batch: int, steps: int, top: int, records: Any) -> "Drawn":
+        """Makes what no token is in yet. `records` has the shapes of those of the tokens of one call."""
         integers, numbers = (lambda *shape, dtype=dtype: jnp.zeros(shape, dtype) for dtype in (jnp.int32, jnp.float32))
         likeliest = Likeliest(integers(batch, steps, top), numbers(batch, steps, top))
-        return cls(integers(batch, steps), numbers(batch, steps), likeliest, integers(batch), integers(batch))
+        none = jax.tree.map(lambda a: jnp.zeros((batch, steps, *a.shape[2:]), a.dtype), records)
+        return cls(integers(batch, steps), numbers(batch, steps), likeliest, integers(batch), integers(batch), none)
 
 
 def room(draft: Any, max_tokens: int) -> int:
@@ -217,7 +229,7 @@ def init_state(
 
 
 @eqx.filter_jit(donate="all-except-first")
-def read(inputs: tuple[tuple[AbstractModel, Any], Reading, Tables], state: State) -> State:
+def read(inputs: tuple[tuple[AbstractModel, Any], Reading, Tables], state: State) -> tuple[State, Records]:
     """Reads tokens of some rows into the rows' caches, and computes the logits after the last of them.
 
     `inputs`: the model and the draft (None without one), the tokens, and the rows' pages.
@@ -227,7 +239,7 @@ def read(inputs: tuple[tuple[AbstractModel, Any], Reading, Tables], state: State
     positions = jnp.where(index < new.lengths[:, None], new.starts[:, None] + index, -1)
     caches = rows.with_tables(caches, tables)
     cache, draft_cache = rows.select(caches, new.rows)
-    x, cache, _ = model.hidden(jnp.asarray(new.tokens), cache, positions=positions, images=new.images)
+    x, cache, records = hidden(model, jnp.asarray(new.tokens), cache, positions, new.record, new.images)
     last = jnp.take_along_axis(x, jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)
     logits = model.unembed(last)[:, 0].astype(jnp.float32)
     draft_state = None
@@ -238,7 +250,28 @@ def read(inputs: tuple[tuple[AbstractModel, Any], Reading, Tables], state: State
     logits, draft_state = jax.tree.map(put, (state.logits, state.draft_state), (logits, draft_state))
     at = jnp.where(positions < 0, state.tokens.shape[1], positions)
     tokens = state.tokens.at[new.rows[:, None], at].set(new.tokens)
-    return State(tokens, rows.replace(caches, new.rows, (cache, draft_cache)), logits, draft_state)
+    return State(tokens, rows.replace(caches, new.rows, (cache, draft_cache)), logits, draft_state), records
+
+
+def hidden(
+    model: AbstractModel,
+    tokens: Int[Array, "batch seq"],
+    cache: Any,
+    positions: Int[Array, "batch seq"],
+    record: Sequence[Record],
+    images: Images | None = None,
+) -> tuple[Float[Array, "batch seq embed"], Any, Records]:
+    """Returns the model's features, its new cache, and what is to be recorded of these tokens."""
+    with choices_of_each_token() if "experts" in record else contextlib.nullcontext():
+        x, cache, reports = model.hidden(tokens, cache, positions=positions, images=images)
+    of: dict[Record, Callable[[], Array]] = {"experts": lambda: experts_of(model.layers, reports), "hidden": lambda: x}
+    return x, cache, {name: of[name]() for name in record}
+
+
+def shapes_of_records(model: AbstractModel, cache: Any, batch: int, record: Sequence[Record]) -> Any:
+    """Returns the shapes of what is recorded of a token in each row."""
+    tokens = jnp.zeros((batch, 1), jnp.int32)
+    return jax.eval_shape(lambda: hidden(model, tokens, cache, tokens, record)[2]) if record else {}
 
 
 @eqx.filter_jit
@@ -310,21 +343,22 @@ def advance(
         tokens = write(state.tokens, token[:, None], at[:, None])
         put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], n, axis=1)
         scaled = table.settings.scaled(state.logits)
+        x, cache, records = hidden(model, token[:, None], cache, at[:, None], table.record)
         new = Drawn(
             put(drawn.tokens, token),
             put(drawn.logprobs, logprob(scaled, token)),
             jax.tree.map(put, drawn.likeliest, Likeliest.of(scaled, top)),
             drawn.count + live.astype(jnp.int32),
             drawn.calls + live.astype(jnp.int32),
+            jax.tree.map(lambda old, new: put(old, new[:, 0]), drawn.records, records),
         )
         left = jnp.where(jnp.any(token[:, None] == stops[None], axis=-1), 0, jnp.maximum(left - 1, 0))
-        logits, cache = model.decode(token[:, None], cache, positions=at[:, None])
-        logits = jnp.where(live[:, None], logits[:, 0].astype(jnp.float32), state.logits)
+        logits = jnp.where(live[:, None], model.unembed(x)[:, 0].astype(jnp.float32), state.logits)
         return n + 1, left, State(tokens, (cache, None), logits, None), new
 
     state = eqx.tree_at(lambda s: s.caches, state, rows.with_tables(state.caches, pages))
-    start = (jnp.array(0), table.left, state, Drawn.init(batch, steps, top))
-    _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
+    drawn = Drawn.init(batch, steps, top, shapes_of_records(model, state.caches[0], batch, table.record))
+    _, _, state, drawn = jax.lax.while_loop(unfinished, body, (jnp.array(0), table.left, state, drawn))
     return state, drawn
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Int, PRNGKeyArray
 
 from zoo.generation import constraints, decoding, speculative
 from zoo.generation.constraints import AbstractConstraint
-from zoo.generation.decoding import CHUNK, PAGE, Drawn, Reading, Rows, bucket, init_state, read, room, take
+from zoo.generation.decoding import CHUNK, PAGE, Drawn, Reading, Record, Rows, bucket, init_state, read, room, take
 from zoo.generation.pages import Pool, Table
 from zoo.generation.prefixes import Prefix, Prefixes, ends_of_chunks, keys_of_chunks
 from zoo.generation.sampling import Sampling, SamplingOptions, settings
@@ -43,7 +43,8 @@ class Completion:
     softmax(logits). `calls` is the number of calls of the model after the prompt, which is smaller than the number of
     tokens if a draft's tokens were accepted. `finished` says that no more tokens will come. `likeliest` has, for each
     token, the likeliest ones in its place with their log-probabilities, as many as `submit` was asked for. `prompt` are
-    all tokens before the drawn ones, and `images` those of the prompt.
+    all tokens before the drawn ones, and `images` those of the prompt. `records` has, once it is finished, what an
+    `Engine` records of each token that the model has read, in the prompt and after it.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -54,6 +55,7 @@ class Completion:
     finished: bool = False
     prompt: list[int] = dataclasses.field(default_factory=list)
     images: Images | None = None
+    records: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,6 +86,7 @@ class _Sequence:
     read: int = 0
     in_chunks: bool = True  # whether all of this was read in chunks from the beginning
     turn: int = 0  # the number of sequences that came to a row before it
+    records: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)  # of the tokens, part by part
     constraint: AbstractConstraint | None = None
     allowed: np.ndarray | None = None  # the constraint's
 
@@ -136,6 +139,7 @@ class Engine:
         chunk: int = CHUNK,
         prefixes: bool = False,
         beside: int | None = None,
+        record: Sequence[Record] = (),
     ):
         """
         Args:
@@ -154,10 +158,14 @@ class Engine:
                 no bit of what they get.
             beside: the most tokens of prompts that a step reads while rows draw, but one chunk at least: it bounds how
                 long these wait. None: a step reads all prompts that have a row.
+            record: what completions get in `records` of each token: "experts", those to which the routers have sent it,
+                [tokens, layers with experts, choices]; "hidden", the features that the model unembeds, [tokens, embed].
+                Recording waits for each chunk that is read.
 
         Raises:
             ValueError: the draft has another vocabulary, or a cache can't take rejected tokens back or is made anew
-                where a text grows long; or there is less memory than one row may need.
+                where a text grows long; or there is less memory than one row may need; or experts are to be recorded,
+                and the model has none.
         """
         if draft is not None and abs(draft.model.config.vocab_size - model.config.vocab_size) > PADDING:
             raise ValueError(
@@ -175,7 +183,7 @@ class Engine:
         if cache_tokens is not None and cache_tokens < max_tokens:
             raise ValueError(f"cache_tokens={cache_tokens} is less than one row may need: max_tokens={max_tokens}.")
         self.model, self.max_tokens, self.stride, self.cache_dtype = model, max_tokens, stride, cache_dtype
-        self.draft, self.chunk, self.prefixes, self.beside = draft, chunk, prefixes, beside
+        self.draft, self.chunk, self.prefixes, self.beside, self._record = draft, chunk, prefixes, beside, tuple(record)
         self.tokens_read, self.tokens_found = 0, 0  # of prompts: read, and read before
         self._models, self._stops = (model, draft), np.array(stops, np.int32)
         sharding = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].sharding
@@ -183,6 +191,7 @@ class Engine:
         sizes = {} if mesh is None else mesh.shape
         layout = decoding.layout_of(model, draft, batch, max_tokens, sizes, stride, chunk, cache_tokens, page)
         self._state = init_state(model, draft, batch, max_tokens, cache_dtype, mesh, layout)
+        decoding.shapes_of_records(model, self._state.caches[0], batch, self._record)  # raises if there are none
         kinds = windows(self._state.caches)
         self._pool = Pool(layout, kinds)
         self._all_in_pages = draft is None and all_in_pages(self._state.caches)
@@ -290,6 +299,7 @@ class Engine:
         drawn = self._advance(any(sequence.constraint for _, sequence in running), top, np.array(enough))
         tokens, logprobs, counts, calls = map(gathered, (drawn.tokens, drawn.logprobs, drawn.count, drawn.calls))
         likeliest = [gathered(a) for a in (drawn.likeliest.tokens, drawn.likeliest.logprobs)] if top else []
+        records = {name: gathered(a) for name, a in drawn.records.items()}
         new = {}
         for row, sequence in running:
             done, count = sequence.completion, counts[row]
@@ -300,6 +310,7 @@ class Engine:
                 ids, values = (a[row, :count, : sequence.top].tolist() for a in likeliest)
                 done.likeliest += [dict(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
             done.calls += int(calls[row])
+            sequence.records.append({name: a[row, :count] for name, a in records.items()})
             done.ended = done.tokens[-1] in self._stops
             done.finished = done.ended or len(done.tokens) == sequence.sampling.max_new_tokens
             self._pool.leave(sequence.table, sequence.length)
@@ -318,8 +329,8 @@ class Engine:
         table, tables, steps = self._table(), self._tables(), 1 if constrained else self.stride
         if constrained and self.draft is None:
             drawn, tokens = constraints.draw(table, self._state.tokens, self._state.logits, top)
-            self._state = constraints.read((self.model, table, tables, drawn.tokens, tokens), self._state)
-            return drawn
+            self._state, records = constraints.read((self.model, table, tables, drawn.tokens, tokens), self._state)
+            return dataclasses.replace(drawn, records=records)
         advance = decoding.advance if self.draft is None else speculative.advance
         inputs = self._models, self._stops, table, tables
         self._state, drawn = advance(inputs, self._state, steps, top, enough)
@@ -331,6 +342,7 @@ class Engine:
             if s and s.completion.finished:
                 if s.keep and s.draws:
                     self._keep(s.completion, s, s.length)
+                s.completion.records = self._joined(s.records)
                 self._leave(row)
         for prompt in self._queue:
             prompt.waiting = collections.deque(s for s in prompt.waiting if not s.completion.finished)
@@ -380,7 +392,11 @@ class Engine:
         in_chunks = length < len(s.prompt.tokens)
         row = None if in_chunks and self._all_in_pages else take(self._state, np.array(self._rows.index(s)))
         table = self._pool.share(s.table, length)
-        self._prefixes.put(key, Prefix(length, table, row, s.prompt.long, in_chunks))
+        self._prefixes.put(key, Prefix(length, table, row, s.prompt.long, in_chunks, self._joined(s.records)))
+
+    def _joined(self, records: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """Joins what was recorded of the parts of a text."""
+        return {name: np.concatenate([part[name] for part in records]) for name in self._record if records}
 
     def _find(self, prompt: _Prompt) -> Prefix | None:
         """Finds a prefix of a prompt: all of it, the completion that it continues, or as many chunks as possible."""
@@ -454,6 +470,7 @@ class Engine:
             s.table = self._pool.share(prefix.table, prefix.length) if prefix else self._pool.empty()
             s.read, s.turn = prefix.length if prefix else 0, next(self._turn)
             s.in_chunks = prefix is None or prefix.in_chunks
+            s.records = [prefix.records] if prefix else []
             self.tokens_found += s.read
         if prefix and rows:
             text = np.zeros(self._state.tokens.shape[1], np.int32)
@@ -550,9 +567,11 @@ class Engine:
         starts = filled([s.read for _, s, *_ in chosen], count, 0)
         rows = filled([row for row, *_ in chosen], count, len(self._rows))
         images = batched_images([images for *_, images in chosen], count, seq)
-        new = Reading(rows, tokens, starts, lengths, images)
-        self._state = read((self._models, new, self._tables()), self._state)
-        for _, s, end, _ in chosen:
+        new = Reading(rows, tokens, starts, lengths, images, self._record)
+        self._state, records = read((self._models, new, self._tables()), self._state)
+        records = {name: gathered(a) for name, a in records.items()}
+        for n, (_, s, end, _) in enumerate(chosen):
+            s.records.append({name: a[n, : end - s.read] for name, a in records.items()})
             self.tokens_read += end - s.read
             s.read = end
             self._pool.leave(s.table, end)
@@ -580,6 +599,7 @@ class Engine:
                 allowed=[s and s.allowed for s in rows],
                 constrained=[s is not None and s.constraint is not None for s in rows],
             ),
+            record=self._record,
         )
 
 

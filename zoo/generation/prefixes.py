@@ -27,6 +27,8 @@ class Prefix:
     """Whether the text was read as one beyond the model's `cache_limit`, which no shorter one can go on from."""
     in_chunks: bool
     """Whether all of it was read in chunks, and nothing was drawn."""
+    records: dict[str, np.ndarray]
+    """What was recorded of its tokens (`zoo.generation.engine.Engine`)."""
 
 
 class Prefixes:

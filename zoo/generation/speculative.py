@@ -20,7 +20,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kernels import Tokens
-from zoo.generation.decoding import Drawn, Likeliest, Reading, Rows, State, Tables, compiled, logprob, write
+from zoo.generation.decoding import (
+    Drawn,
+    Likeliest,
+    Reading,
+    Records,
+    Rows,
+    State,
+    Tables,
+    compiled,
+    hidden,
+    logprob,
+    shapes_of_records,
+    write,
+)
 from zoo.generation.sampling import Settings
 from zoo.nn import rows
 from zoo.nn.model import AbstractModel
@@ -213,7 +226,7 @@ def advance(
 
         # The model reads them all at once.
         tokens = jnp.concatenate([token[:, None], drafts], axis=1)
-        x, cache, _ = model.hidden(tokens, cache, positions=at(start + index))
+        x, cache, records = hidden(model, tokens, cache, at(start + index), table.record)
         logits = model.unembed(x).astype(jnp.float32)
         written = write(state.tokens, tokens, at(start + index))
         penalized = jax.vmap(settings.penalized, (1, None, None, 1), 1)(logits, written, prompt, start + 1 + index)
@@ -224,7 +237,7 @@ def advance(
         before = jnp.concatenate([state.logits[:, None], logits[:, :k]], axis=1)
         live = left > 0
         scaled = settings.scaled(before)
-        found = tokens, logprob(scaled, tokens), Likeliest.of(scaled, top)
+        found = tokens, logprob(scaled, tokens), Likeliest.of(scaled, top), records
         left, new = _add(drawn, *found, accepted + 1, left, stops)
         # A row may end before the first rejected token. Then no distribution is rejected, as if all were accepted.
         count = new.count - drawn.count
@@ -246,7 +259,8 @@ def advance(
         return n + 1, left, State(written, (cache, draft_cache), logits, past), new
 
     state = eqx.tree_at(lambda s: s.caches, state, rows.with_tables(state.caches, pages))
-    start = (jnp.array(0), table.left, state, Drawn.init(batch, rounds * (k + 1), top))
+    records = shapes_of_records(model, state.caches[0], batch, table.record)
+    start = (jnp.array(0), table.left, state, Drawn.init(batch, rounds * (k + 1), top, records))
     _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
     return state, drawn
 
@@ -329,6 +343,7 @@ def _add(
     tokens: Int[Array, "batch seq"],
     logprobs: Float[Array, "batch seq"],
     likeliest: Likeliest,
+    records: Records,
     count: Int[Array, " batch"],
     left: Int[HostArray, " batch"],
     stops: Int[HostArray, " stops"],
@@ -345,8 +360,7 @@ def _add(
     at = jnp.where(new, drawn.count[:, None] + index, drawn.tokens.shape[1])  # an index out of bounds is not written
     left = jnp.where(jnp.any(stopped & new, axis=1), 0, left - count)
     put = lambda old, new: old.at[row, at].set(new)
-    tokens, logprobs, likeliest = jax.tree.map(
-        put, (drawn.tokens, drawn.logprobs, drawn.likeliest), (tokens, logprobs, likeliest)
-    )
+    of = lambda drawn: (drawn.tokens, drawn.logprobs, drawn.likeliest, drawn.records)
+    tokens, logprobs, likeliest, records = jax.tree.map(put, of(drawn), (tokens, logprobs, likeliest, records))
     calls = drawn.calls + (count > 0).astype(jnp.int32)
-    return left, Drawn(tokens, logprobs, likeliest, drawn.count + count, calls)
+    return left, Drawn(tokens, logprobs, likeliest, drawn.count + count, calls, records)

@@ -3,8 +3,10 @@
 No token is dropped. Each family computes itself which experts a token goes to, and with what weights.
 """
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -211,6 +213,19 @@ def _ragged() -> bool:
     return device().platform != "cpu"
 
 
+_each_token: contextvars.ContextVar[bool] = contextvars.ContextVar("each_token", default=False)
+
+
+@contextlib.contextmanager
+def choices_of_each_token() -> Iterator[None]:
+    """Has routers report each token's experts (`Routing.chosen`), in functions that are traced within this context."""
+    token = _each_token.set(True)
+    try:
+        yield
+    finally:
+        _each_token.reset(token)
+
+
 class Routing(eqx.Module):
     """The choices of one router, or of a stack of layers: sums over the tokens that are not padding."""
 
@@ -218,6 +233,7 @@ class Routing(eqx.Module):
     load: Float[Array, "*layers experts"]  # how many tokens chose each expert
     probability: Float[Array, "*layers experts"]  # of each expert, chosen or not; a token's add up to 1
     squared_log_z: Float[Array, "*layers"]  # the square of a token's logsumexp(logits)
+    chosen: Int[Array, "*layers batch seq choices"] | None = None  # of each token: see `choices_of_each_token`
 
     @classmethod
     def of(
@@ -237,6 +253,7 @@ class Routing(eqx.Module):
             load,
             jnp.einsum("bs,bse->e", counted, probability.astype(jnp.float32)),
             jnp.sum(counted * squared_log_z),
+            chosen if _each_token.get() else None,
         )
 
     def share_of(self, tokens: Int[Array, ""], load: Float[Array, "*layers experts"] | None) -> "Routing":

@@ -4,6 +4,7 @@ A router is no `Linear`, so that LoRA and quantization leave it alone.
 """
 
 import abc
+import itertools
 from typing import TypeVar
 
 import equinox as eqx
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from zoo.nn.layers import Float32, recomputed
 from zoo.nn.moe import Routing, top_k
-from zoo.nn.stack import Reports
+from zoo.nn.stack import Reports, Stack
 
 
 M = TypeVar("M", bound=eqx.Module)
@@ -99,6 +100,25 @@ class BiasedFloat32Router(AbstractBiasedRouter):
     @recomputed
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
         return _in_float32(x, self.weight.value)
+
+
+def experts_of(layers: Stack, reports: Reports) -> Int[Array, "batch seq layers choices"]:
+    """Returns each token's experts in the layers that have some: first layers and likeliest experts first.
+
+    Args:
+        layers: the model's.
+        reports: from `Model.hidden`, traced within `zoo.nn.moe.choices_of_each_token`.
+
+    Raises:
+        ValueError: no layer has experts.
+    """
+    found = {}
+    for (numbers, _), report in zip(layers.blocks(), itertools.chain(*reports), strict=True):
+        if isinstance(report, Routing) and report.chosen is not None:
+            found |= dict(zip(numbers, report.chosen.reshape(-1, *report.chosen.shape[-3:]), strict=True))
+    if not found:
+        raise ValueError("The model has no experts.")
+    return jnp.stack([found[layer] for layer in sorted(found)], axis=2)
 
 
 def rebalance(model: M, reports: Reports, rate: float) -> M:
