@@ -37,7 +37,7 @@ from zoo.mesh import make_mesh
 from zoo.serve import ListenOptions, serve
 from zoo.serve.listen import Listener, Timely
 from zoo.serve.metrics import BOUNDS, GAUGES, Metrics
-from zoo.serve.reply import Ask, Reply
+from zoo.serve.reply import Ask, Reply, Token
 from zoo.serve.served import Served
 from zoo.serve.server import PAGE, STRIDE, Server
 from zoo.serve.worker import Worker
@@ -309,7 +309,7 @@ def written(tmp_path, model, tokenizer, monkeypatch):
                 ids = [*tokenizer.encode(running.text), *tokenizer.eos]
                 for start in range(0, len(ids), STRIDE):
                     new = ids[start : start + STRIDE]
-                    gain = reply.push(new, [0.0] * len(new))
+                    gain = reply.push([Token(id, 0.0, {}) for id in new])
                     yield reply, gain, reply.finish
                     if reply.finish:
                         break
@@ -603,7 +603,6 @@ def test_logits_that_are_no_numbers(model, tokenizer):
             assert got == status and "The model's logits are NaN" in answer and "[DONE]" not in answer
 
 
-STREAMED = {"messages": MESSAGES, "logprobs": True, "stream": True}
 REFUSED = [
     (COMPLETIONS, {"promt": "a"}, 400, "promt", "not supported"),
     (COMPLETIONS, {}, 400, "prompt", "is missing"),
@@ -613,7 +612,6 @@ REFUSED = [
     (COMPLETIONS, {"prompt": [2048]}, 400, "prompt", "not from 0 to 2047"),
     (COMPLETIONS, {"prompt": [-1]}, 400, "prompt", "not from 0 to 2047"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": ROOM}, 400, "prompt", f"exceeds the {ROOM}"),
-    (COMPLETIONS, {"prompt": "a", "logprobs": 1, "stream": True}, 400, "logprobs", "cannot be streamed"),
     (COMPLETIONS, {"prompt": "a", "logprobs": True}, 400, "logprobs", "whole number from 0 to 20"),
     (COMPLETIONS, {"prompt": "a", "temperature": -1}, 400, "temperature", "from 0 to 2"),
     (COMPLETIONS, {"prompt": "a", "n": 1.5}, 400, "n", "whole number"),
@@ -634,8 +632,6 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "neither"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs", "neither"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens", "from 1 on"),
-    (CHAT, STREAMED | {"top_logprobs": 1}, 400, "logprobs", "streamed without top_logprobs, at temperature 0 or 1"),
-    (CHAT, STREAMED | {"temperature": 0.5}, 400, "logprobs", "streamed without top_logprobs, at temperature 0 or 1"),
     (CHAT, {"messages": MESSAGES, "logprobs": 1}, 400, "logprobs", "true or false"),
     (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, 400, "reasoning_effort", "has no place"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 1}, 400, "top_logprobs", "needs logprobs"),

@@ -309,7 +309,7 @@ def advance(
         token = table.settings.draw(logits, jax.vmap(jax.random.fold_in)(keys, table.drawn + n))
         tokens = write(state.tokens, token[:, None], at[:, None])
         put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], n, axis=1)
-        scaled = table.settings.scaled(state.logits)
+        scaled = table.settings.of_logprobs(state.logits)
         new = Drawn(
             put(drawn.tokens, token),
             put(drawn.logprobs, logprob(scaled, token)),

@@ -39,11 +39,11 @@ class Completion:
     """The tokens drawn after a prompt so far, with their log-probabilities.
 
     `tokens` include the stop token that ended the completion, and `ended` says whether there is one. `logprobs` are log
-    softmax(logits / temperature) of each token, without penalties and filters (`top_k`, ...); at temperature 0, log
-    softmax(logits). `calls` is the number of calls of the model after the prompt, which is smaller than the number of
-    tokens if a draft's tokens were accepted. `finished` says that no more tokens will come. `likeliest` has, for each
-    token, the likeliest ones in its place with their log-probabilities, as many as `submit` was asked for. `prompt` are
-    all tokens before the drawn ones, and `images` those of the prompt.
+    softmax(logits / temperature) of each token, without penalties and filters (`top_k`, ...); at temperature 0, or with
+    `Engine(raw_logprobs=True)`, log softmax(logits). `calls` is the number of calls of the model after the prompt,
+    which is smaller than the number of tokens if a draft's tokens were accepted. `finished` says that no more tokens
+    will come. `likeliest` has, for each token, the likeliest ones in its place with their log-probabilities, as many as
+    `submit` was asked for. `prompt` are all tokens before the drawn ones, and `images` those of the prompt.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -136,6 +136,7 @@ class Engine:
         chunk: int = CHUNK,
         prefixes: bool = False,
         beside: int | None = None,
+        raw_logprobs: bool = False,
     ):
         """
         Args:
@@ -154,6 +155,8 @@ class Engine:
                 no bit of what they get.
             beside: the most tokens of prompts that a step reads while rows draw, but one chunk at least: it bounds how
                 long these wait. None: a step reads all prompts that have a row.
+            raw_logprobs: whether log-probabilities are those of softmax(logits) at any temperature, as servers give
+                them. Training needs those with which tokens are drawn, softmax(logits / temperature).
 
         Raises:
             ValueError: the draft has another vocabulary, or a cache can't take rejected tokens back or is made anew
@@ -176,6 +179,7 @@ class Engine:
             raise ValueError(f"cache_tokens={cache_tokens} is less than one row may need: max_tokens={max_tokens}.")
         self.model, self.max_tokens, self.stride, self.cache_dtype = model, max_tokens, stride, cache_dtype
         self.draft, self.chunk, self.prefixes, self.beside = draft, chunk, prefixes, beside
+        self.raw_logprobs = raw_logprobs
         self.tokens_read, self.tokens_found = 0, 0  # of prompts: read, and read before
         self._models, self._stops = (model, draft), np.array(stops, np.int32)
         sharding = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].sharding
@@ -579,6 +583,7 @@ class Engine:
                 [s.sampling if s else Sampling() for s in rows],
                 allowed=[s and s.allowed for s in rows],
                 constrained=[s is not None and s.constraint is not None for s in rows],
+                raw_logprobs=self.raw_logprobs,
             ),
         )
 

@@ -223,7 +223,7 @@ def advance(
             accepted = jnp.where(settings.constrained, 0, accepted)
         before = jnp.concatenate([state.logits[:, None], logits[:, :k]], axis=1)
         live = left > 0
-        scaled = settings.scaled(before)
+        scaled = settings.of_logprobs(before)
         found = tokens, logprob(scaled, tokens), Likeliest.of(scaled, top)
         left, new = _add(drawn, *found, accepted + 1, left, stops)
         # A row may end before the first rejected token. Then no distribution is rejected, as if all were accepted.
