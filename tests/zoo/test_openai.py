@@ -205,7 +205,7 @@ def test_adapters_by_name(model, tokenizer, tmp_path):
         Server([served[0], served[0]], batch=1, max_tokens=9)
 
 
-def test_embeddings_and_scores(tokenizer):
+def test_embeddings_scores_and_rankings(tokenizer):
     """They are those of zoo.embed and zoo.rank, and a model with a head writes no text."""
     texts = ["import os", "Return the sum.", "import sys"]
     (served,) = models("tiny", LoadOptions(dtype="float32"), {}, None, "embedding")
@@ -222,6 +222,14 @@ def test_embeddings_and_scores(tokenizer):
         ranked = {each.index: each.score for each in zoo.rank(served.model, tokenizer, texts[0], texts[1:])}
         scores = {each["index"]: each["score"] for each in json.loads(answer)["data"]}
         assert status == 200 and list(scores) == [0, 1] and scores == pytest.approx(ranked, abs=1e-6)
+        asked = {"query": texts[0], "documents": texts}
+        results = running.ask("/v1/rerank", **asked)["results"]
+        want = zoo.rank(served.model, tokenizer, texts[0], texts)
+        assert [each["index"] for each in results] == [each.index for each in want] and want[0].index == 0
+        assert [each["relevance_score"] for each in results] == pytest.approx([each.score for each in want], abs=1e-6)
+        assert all(each["document"] == {"text": texts[each["index"]]} for each in results)
+        first = running.ask("/v2/rerank", **asked, top_n=1, return_documents=False)["results"]
+        assert first == [{"index": 0, "relevance_score": results[0]["relevance_score"]}]
         for path, body, words in (
             ("/v1/chat/completions", {"messages": MESSAGES}, "has a head for embedding: it writes no text"),
             ("/v1/embeddings", {"input": 3}, "a string, or a list of strings"),
@@ -230,6 +238,8 @@ def test_embeddings_and_scores(tokenizer):
             ("/v1/embeddings", {"input": ["a"] * 1025}, "1024 are the most"),
             ("/v1/embeddings", {"input": "a" * 10**6}, "tokens that there is room for"),
             ("/v1/score", {"text_2": "a"}, "text_1 is missing"),
+            ("/v1/rerank", {"documents": ["a"]}, "query is missing"),
+            ("/v1/rerank", {"query": "a", "documents": "a"}, "a list of strings"),
         ):
             status, answer = running.request(path, body)
             assert status == 400 and words in json.loads(answer)["error"]["message"], answer

@@ -652,7 +652,7 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "parallel_tool_calls": 1}, 400, "parallel_tool_calls", "true or false"),
     (CHAT, [], 400, None, "not a JSON object"),
     ("/v1/embeddings", {}, 400, "input", "is missing"),
-    ("/v1/rerank", {}, 404, None, "Not Found"),
+    ("/v1/nothing", {}, 404, None, "Not Found"),
     (CHAT, None, 405, None, "Method Not Allowed"),
 ]
 
@@ -742,14 +742,14 @@ def test_refused_connections_are_closed(model, tokenizer, running):
     head = lambda path: f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n".encode()
     for sent, status in (
         (head(COMPLETIONS), b"415"),
-        (head("/v1/rerank"), b"404"),
+        (head("/v1/nothing"), b"404"),
         (head("/v1/models"), b"405"),
         (head(CHAT).replace(b"localhost", b"evil.example"), b"421"),
         (head(CHAT).replace(b"Content-Length: 9", b"Transfer-Encoding: chunked"), b"415"),
     ):
         assert running.exchange(sent + b"\r\n").startswith(b"HTTP/1.1 " + status)
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)) as connection:
-        for path in "/v1/models", "/v1/rerank", "/v1/models":  # their empty bodies have arrived
+        for path in "/v1/models", "/v1/nothing", "/v1/models":  # their empty bodies have arrived
             connection.request("GET", path)
             assert connection.getresponse().read() and connection.sock
     with Running(model, tokenizer, max_tokens=ROOM, api_key="sesame") as closed:

@@ -30,6 +30,7 @@ from zoo.serve.fields import (
     COMPLETIONS,
     EMBEDDINGS,
     REPLIES,
+    RERANK,
     SCORE,
     Field,
     Refusal,
@@ -113,6 +114,8 @@ class Server:
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/embeddings", self.embeddings, methods=["POST"]),
                 Route("/v1/score", self.score, methods=["POST"]),
+                Route("/v1/rerank", self.rerank, methods=["POST"]),
+                Route("/v2/rerank", self.rerank, methods=["POST"]),  # of Cohere's client
                 Route("/", self.page),
                 Route("/health", self.health),
                 Route("/metrics", self.counts),
@@ -158,6 +161,9 @@ class Server:
 
     async def score(self, request: Request) -> Response:
         return await self._texts(request, SCORE, "text_2", texts.scores)
+
+    async def rerank(self, request: Request) -> Response:
+        return await self._texts(request, RERANK, "documents", texts.rerank)
 
     async def _texts(
         self, request: Request, fields: dict[str, Field], required: str,
