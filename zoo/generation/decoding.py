@@ -209,7 +209,7 @@ def init_state(
         specs = partition_specs(caches, mesh.shape)
         caches = jax.tree.map(lambda x, spec: placed(x, *spec), caches, specs)
         batch_axes = split_over(batch, BATCH, mesh.shape)
-    draft_state = None if draft is None else draft.init_state(batch)
+    draft_state = None if draft is None else draft.init_state(batch, model.config.vocab_size)
     tokens = jnp.zeros((batch, room(draft, max_tokens)), jnp.int32)
     logits = jnp.zeros((batch, model.config.vocab_size), jnp.float32)
     tokens, logits, draft_state = jax.tree.map(lambda x: placed(x, batch_axes), (tokens, logits, draft_state))

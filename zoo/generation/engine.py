@@ -162,13 +162,13 @@ class Engine:
             ValueError: the draft has another vocabulary, or a cache can't take rejected tokens back or is made anew
                 where a text grows long; or there is less memory than one row may need.
         """
-        if draft is not None and abs(draft.model.config.vocab_size - model.config.vocab_size) > PADDING:
-            raise ValueError(
-                f"The draft has a vocabulary of {draft.model.config.vocab_size}, and the model's is "
-                f"{model.config.vocab_size}; they have to be the same, but for padding."
-            )
         if draft is not None:
-            for each in (model, draft.model):
+            for each in (model, *draft.models):
+                if abs(each.config.vocab_size - model.config.vocab_size) > PADDING:
+                    raise ValueError(
+                        f"The draft has a vocabulary of {each.config.vocab_size}, and the model's is "
+                        f"{model.config.vocab_size}; they have to be the same, but for padding."
+                    )
                 decoding.check_rewinds(each)
                 if max_tokens > (most := each.config.cache_limit or max_tokens):
                     raise ValueError(

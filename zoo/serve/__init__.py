@@ -64,7 +64,8 @@ def serve(
         source: a zoo name, a Hub repository org/name, or a folder.
         adapters: further models of requests, each NAME=FOLDER: the model with the adapter in a folder. They share its
             weights, and each has a cache of its own.
-        head: what stands in the place of output embeddings (docs/heads.md), for /v1/embeddings, /v1/score and /v1/rerank.
+        head: what stands in the place of output embeddings (docs/heads.md), for /v1/embeddings, /v1/score and
+            /v1/rerank.
         batch: number of replies that are written at the same time; others wait.
         max_tokens: largest number of tokens of a prompt and its reply together. The cache has this room for each reply.
         chunk: most tokens of prompts that are read between two tokens of a reply, so that a long prompt does not stop
