@@ -40,6 +40,7 @@ def tokens() -> None:
     )
     print(tokenizer.decode(groups[0][0].tokens), sum(groups[0][0].logprobs))
     engine = zoo.Engine(model, batch=2, max_tokens=64, stops=tokenizer.eos, draft=zoo.MTPDraft(model))
+    zoo.Engine(model, batch=2, max_tokens=64, draft=zoo.NGramDraft(num_draft_tokens=4, ngram=2))
     print(engine.idle)
 
 

@@ -74,6 +74,8 @@ from zoo.generation.generate import generate, stream
 from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import ModelDraft, MTPDraft
 from zoo.load import config, fingerprint, init, inspect, load, save, tokenizer
+from zoo.generation.speculative import ModelDraft, MTPDraft, NGramDraft
+from zoo.load import config, fingerprint, inspect, load, save, tokenizer
 from zoo.mesh import make_mesh
 from zoo.models import (
     deepseek2,
@@ -125,6 +127,7 @@ __all__ = [
     "Engine",
     "MTPDraft",
     "ModelDraft",
+    "NGramDraft",
     "Sampling",
     "capture",
     "complete",

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 import zoo
 from zoo.generation.generate import Encoded, encode
 from zoo.generation.sampling import Sampling
-from zoo.generation.speculative import AbstractDraft, ModelDraft, MTPDraft
+from zoo.generation.speculative import AbstractDraft, ModelDraft, MTPDraft, NGramDraft
 from zoo.nn.model import AbstractModel, require_vision
 from zoo.source import Source
 from zoo.text.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ class LoadOptions:
     a request."""
     draft: str | None = None
     """A smaller model of the same vocabulary, which proposes tokens for the model to check; mtp for the model's own
-    module for multi-token prediction."""
+    module for multi-token prediction; ngram for what followed the same tokens earlier in the text."""
     num_draft_tokens: int = 4
     """Number of tokens that the draft proposes at a time."""
     special_in_content: bool = False
@@ -78,6 +78,8 @@ class LoadOptions:
             return model, None
         if self.draft == "mtp":
             return model, MTPDraft(model, self.num_draft_tokens)
+        if self.draft == "ngram":
+            return model, NGramDraft(self.num_draft_tokens)
         return model, ModelDraft(zoo.load(self.draft, **options), self.num_draft_tokens)
 
 

@@ -86,8 +86,8 @@ def test_a_cache_of_8_bits_goes_on(load, name):
 def test_a_draft_goes_on(load, name):
     """Where a row ends among tokens that were accepted, the text goes on after the last one that counts."""
     model = load(name)
-    draft = zoo.ModelDraft(noisy(model, 0.02), 3)
-    assert_goes_on(Engine(model, **SHAPE, stops=range(0, 64, 4), draft=draft), PROMPTS)
+    for draft in zoo.ModelDraft(noisy(model, 0.02), 3), zoo.NGramDraft(3):
+        assert_goes_on(Engine(model, **SHAPE, stops=range(0, 64, 4), draft=draft), PROMPTS)
 
 
 def test_draws_with_a_draft_go_on(load):

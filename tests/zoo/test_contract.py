@@ -198,8 +198,9 @@ def test_padding_does_not_touch_it(model, forward):
 
 
 def test_its_tokens_are_not_taken_back(model):
-    with pytest.raises(ValueError, match=r"Layer 0 \(a Recurrence\) can't take back.*without a draft"):
-        zoo.Engine(model, batch=1, max_tokens=16, draft=zoo.ModelDraft(model))
+    for draft in zoo.ModelDraft(model), zoo.NGramDraft():
+        with pytest.raises(ValueError, match=r"Layer 0 \(a Recurrence\) can't take back.*without a draft"):
+            zoo.Engine(model, batch=1, max_tokens=16, draft=draft)
 
 
 def test_its_tokens_stay_in_order(model, forward):

@@ -154,11 +154,11 @@ def test_requests_of_all_kinds_share_a_program(model, monkeypatch):
     assert not traced
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-def test_likeliest_tokens(model, drafted):
+@pytest.mark.parametrize("drafted, raw", [(False, False), (False, True), (True, True)])
+def test_likeliest_tokens(model, drafted, raw):
     """They are those of the forward pass, and the drawn token's log-probability is among them where it is likely."""
     draft = zoo.ModelDraft(model, 2) if drafted else None
-    engine = Engine(model, **SHAPE, stops=NEVER, draft=draft)
+    engine = Engine(model, **SHAPE, stops=NEVER, draft=draft, raw_logprobs=raw)
     (none, *_), (some,), (many,) = (
         engine.submit(prompt, Sampling(max_new_tokens=9, temperature=t), top=top)
         for prompt, t, top in zip(PROMPTS[:3], (0.0, 0.0, 1.5), (0, 1, 5), strict=True)
@@ -167,13 +167,13 @@ def test_likeliest_tokens(model, drafted):
         engine.step()
     assert none.likeliest == [] and len(some.likeliest) == len(many.likeliest) == 9
     assert [*map(list, some.likeliest)] == [[token] for token in some.tokens]
-    for prompt, completion, temperature in ((PROMPTS[1], some, 1), (PROMPTS[2], many, 1.5)):
+    for prompt, completion, temperature in ((PROMPTS[1], some, 1), (PROMPTS[2], many, 1 if raw else 1.5)):
         logs = log_softmax(logits_after(model, prompt, completion) / temperature)
         for row, found, token, logprob in zip(
             logs, completion.likeliest, completion.tokens, completion.logprobs, strict=True
         ):
             assert list(found) == np.argsort(-row)[: len(found)].tolist()
-            assert np.allclose(list(found.values()), row[list(found)], atol=1e-4)
+            assert np.allclose([*found.values(), logprob], row[[*found, token]], atol=1e-4)
             assert found.get(token, logprob) == pytest.approx(logprob, abs=1e-6)
 
 

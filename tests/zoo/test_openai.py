@@ -75,21 +75,28 @@ def test_logprobs(client, model, tokenizer):
         assert each.bytes is None or bytes(each.bytes).decode() == each.token
         assert len(each.top_logprobs) == 3 and {top.token: top.logprob for top in each.top_logprobs} == tops
         assert each.top_logprobs[0].token == each.token  # the likeliest
-    # Without others, the numbers are the engine's, also in a stream, at temperatures that leave them as they are.
-    drawn = asked | {"temperature": 1, "seed": 3, "stop": "never"}
-    for options in asked, drawn:
-        ask = lambda more, options=options: client.chat.completions.create(
-            messages=MESSAGES, logprobs=True, **options, **more
+    # They are the model's own at any temperature, and streams have the same.
+    drawn = {"temperature": 0.5, "seed": 3, "stop": "never", "presence_penalty": 1}
+    for options in {}, drawn:
+        ask = lambda options=asked | options, **more: client.chat.completions.create(
+            messages=MESSAGES, logprobs=True, top_logprobs=3, **options, **more
         )
-        (passed,), (engines,) = ask({"top_logprobs": 1}).choices, ask({}).choices
-        found = [(each.token, each.logprob) for each in engines.logprobs.content]
-        assert [token for token, _ in found] == [each.token for each in passed.logprobs.content]
-        np.testing.assert_allclose([n for _, n in found], [e.logprob for e in passed.logprobs.content], atol=1e-4)
-        pieces = [piece.choices[0].logprobs for piece in ask({"stream": True}) if piece.choices[0].logprobs]
-        assert [(each.token, each.logprob) for piece in pieces for each in piece.content] == found
-    with_end = client.completions.create(prompt=ids, logprobs=0, **asked).choices[0].logprobs
-    np.testing.assert_allclose(with_end.token_logprobs, of_text.logprobs.token_logprobs, atol=1e-4)
-    assert with_end.text_offset == of_text.logprobs.text_offset
+        found = ask().choices[0].logprobs.content
+        assert found[0].top_logprobs == content[0].top_logprobs
+        for each in found:
+            assert each.logprob in [top.logprob for top in each.top_logprobs] or each.logprob < min(
+                top.logprob for top in each.top_logprobs
+            )
+        pieces = [piece.choices[0].logprobs for piece in ask(stream=True) if piece.choices[0].logprobs]
+        assert [each for piece in pieces for each in piece.content] == found
+    for more in {"logprobs": 0}, {"logprobs": 2}, {"logprobs": 2, "echo": True}:
+        (whole,) = client.completions.create(prompt=ids, **asked, **more).choices
+        pieces = [piece.choices[0] for piece in client.completions.create(prompt=ids, stream=True, **asked, **more)]
+        assert "".join(piece.text for piece in pieces) == whole.text and len(pieces) > 3
+        for field, want in whole.logprobs.model_dump().items():
+            assert [each for piece in pieces for each in getattr(piece.logprobs, field)] == want
+        assert whole.logprobs.token_logprobs[-NEW:] == of_text.logprobs.token_logprobs
+        assert whole.logprobs.tokens[-NEW:] == of_text.logprobs.tokens
 
 
 def test_biases(client, tokenizer):
@@ -198,7 +205,7 @@ def test_adapters_by_name(model, tokenizer, tmp_path):
         Server([served[0], served[0]], batch=1, max_tokens=9)
 
 
-def test_embeddings_and_scores(tokenizer):
+def test_embeddings_scores_and_rankings(tokenizer):
     """They are those of zoo.embed and zoo.rank, and a model with a head writes no text."""
     texts = ["import os", "Return the sum.", "import sys"]
     (served,) = models("tiny", LoadOptions(dtype="float32"), {}, None, "embedding")
@@ -215,6 +222,14 @@ def test_embeddings_and_scores(tokenizer):
         ranked = {each.index: each.score for each in zoo.rank(served.model, tokenizer, texts[0], texts[1:])}
         scores = {each["index"]: each["score"] for each in json.loads(answer)["data"]}
         assert status == 200 and list(scores) == [0, 1] and scores == pytest.approx(ranked, abs=1e-6)
+        asked = {"query": texts[0], "documents": texts}
+        results = running.ask("/v1/rerank", **asked)["results"]
+        want = zoo.rank(served.model, tokenizer, texts[0], texts)
+        assert [each["index"] for each in results] == [each.index for each in want] and want[0].index == 0
+        assert [each["relevance_score"] for each in results] == pytest.approx([each.score for each in want], abs=1e-6)
+        assert all(each["document"] == {"text": texts[each["index"]]} for each in results)
+        first = running.ask("/v2/rerank", **asked, top_n=1, return_documents=False)["results"]
+        assert first == [{"index": 0, "relevance_score": results[0]["relevance_score"]}]
         for path, body, words in (
             ("/v1/chat/completions", {"messages": MESSAGES}, "has a head for embedding: it writes no text"),
             ("/v1/embeddings", {"input": 3}, "a string, or a list of strings"),
@@ -223,6 +238,8 @@ def test_embeddings_and_scores(tokenizer):
             ("/v1/embeddings", {"input": ["a"] * 1025}, "1024 are the most"),
             ("/v1/embeddings", {"input": "a" * 10**6}, "tokens that there is room for"),
             ("/v1/score", {"text_2": "a"}, "text_1 is missing"),
+            ("/v1/rerank", {"documents": ["a"]}, "query is missing"),
+            ("/v1/rerank", {"query": "a", "documents": "a"}, "a list of strings"),
         ):
             status, answer = running.request(path, body)
             assert status == 400 and words in json.loads(answer)["error"]["message"], answer

@@ -37,7 +37,7 @@ from zoo.mesh import make_mesh
 from zoo.serve import ListenOptions, serve
 from zoo.serve.listen import Listener, Timely
 from zoo.serve.metrics import BOUNDS, GAUGES, Metrics
-from zoo.serve.reply import Ask, Reply
+from zoo.serve.reply import Ask, Reply, Token
 from zoo.serve.served import Served
 from zoo.serve.server import PAGE, STRIDE, Server
 from zoo.serve.worker import Worker
@@ -309,7 +309,7 @@ def written(tmp_path, model, tokenizer, monkeypatch):
                 ids = [*tokenizer.encode(running.text), *tokenizer.eos]
                 for start in range(0, len(ids), STRIDE):
                     new = ids[start : start + STRIDE]
-                    gain = reply.push(new, [0.0] * len(new))
+                    gain = reply.push([Token(id, 0.0, {}) for id in new])
                     yield reply, gain, reply.finish
                     if reply.finish:
                         break
@@ -603,7 +603,6 @@ def test_logits_that_are_no_numbers(model, tokenizer):
             assert got == status and "The model's logits are NaN" in answer and "[DONE]" not in answer
 
 
-STREAMED = {"messages": MESSAGES, "logprobs": True, "stream": True}
 REFUSED = [
     (COMPLETIONS, {"promt": "a"}, 400, "promt", "not supported"),
     (COMPLETIONS, {}, 400, "prompt", "is missing"),
@@ -613,7 +612,6 @@ REFUSED = [
     (COMPLETIONS, {"prompt": [2048]}, 400, "prompt", "not from 0 to 2047"),
     (COMPLETIONS, {"prompt": [-1]}, 400, "prompt", "not from 0 to 2047"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": ROOM}, 400, "prompt", f"exceeds the {ROOM}"),
-    (COMPLETIONS, {"prompt": "a", "logprobs": 1, "stream": True}, 400, "logprobs", "cannot be streamed"),
     (COMPLETIONS, {"prompt": "a", "logprobs": True}, 400, "logprobs", "whole number from 0 to 20"),
     (COMPLETIONS, {"prompt": "a", "temperature": -1}, 400, "temperature", "from 0 to 2"),
     (COMPLETIONS, {"prompt": "a", "n": 1.5}, 400, "n", "whole number"),
@@ -634,8 +632,6 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "neither"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs", "neither"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens", "from 1 on"),
-    (CHAT, STREAMED | {"top_logprobs": 1}, 400, "logprobs", "streamed without top_logprobs, at temperature 0 or 1"),
-    (CHAT, STREAMED | {"temperature": 0.5}, 400, "logprobs", "streamed without top_logprobs, at temperature 0 or 1"),
     (CHAT, {"messages": MESSAGES, "logprobs": 1}, 400, "logprobs", "true or false"),
     (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, 400, "reasoning_effort", "has no place"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 1}, 400, "top_logprobs", "needs logprobs"),
@@ -656,7 +652,7 @@ REFUSED = [
     (CHAT, {"messages": MESSAGES, "parallel_tool_calls": 1}, 400, "parallel_tool_calls", "true or false"),
     (CHAT, [], 400, None, "not a JSON object"),
     ("/v1/embeddings", {}, 400, "input", "is missing"),
-    ("/v1/rerank", {}, 404, None, "Not Found"),
+    ("/v1/nothing", {}, 404, None, "Not Found"),
     (CHAT, None, 405, None, "Method Not Allowed"),
 ]
 
@@ -746,14 +742,14 @@ def test_refused_connections_are_closed(model, tokenizer, running):
     head = lambda path: f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n".encode()
     for sent, status in (
         (head(COMPLETIONS), b"415"),
-        (head("/v1/rerank"), b"404"),
+        (head("/v1/nothing"), b"404"),
         (head("/v1/models"), b"405"),
         (head(CHAT).replace(b"localhost", b"evil.example"), b"421"),
         (head(CHAT).replace(b"Content-Length: 9", b"Transfer-Encoding: chunked"), b"415"),
     ):
         assert running.exchange(sent + b"\r\n").startswith(b"HTTP/1.1 " + status)
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)) as connection:
-        for path in "/v1/models", "/v1/rerank", "/v1/models":  # their empty bodies have arrived
+        for path in "/v1/models", "/v1/nothing", "/v1/models":  # their empty bodies have arrived
             connection.request("GET", path)
             assert connection.getresponse().read() and connection.sock
     with Running(model, tokenizer, max_tokens=ROOM, api_key="sesame") as closed:

@@ -14,7 +14,8 @@ from kernels import Tokens
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, noise
 from tests.zoo.test_engine import log_softmax, logits_after
-from zoo.generation.sampling import Sampling
+from zoo.generation.sampling import Sampling, settings
+from zoo.generation.speculative import Round
 from zoo.mesh import make_mesh
 
 
@@ -78,6 +79,39 @@ def test_greedy_is_the_models(model, draft):
     assert got[0][0].ended
 
 
+def test_ngrams(model):
+    """Greedy text is the model's own, and takes fewer calls where it repeats itself."""
+    draft = zoo.NGramDraft(3, ngram=2)
+    got = zoo.complete(model, PROMPTS, stops=NEVER, draft=draft, **SHAPE)
+    assert_greedy(model, got)
+    repeating = tiny.TOKENS[0, :4].tolist() * 3
+    (group,) = zoo.complete(model, [repeating], stops=NEVER, draft=draft, logit_bias={5: 100.0}, **SHAPE)
+    assert group[0].tokens == [5] * 20 and group[0].calls == 5
+
+
+def test_what_ngrams_propose():
+    """They propose what followed the longest n-gram that occurred before, and the last one of several."""
+    random, drafts, ngram = np.random.default_rng(0), 3, 3
+    tokens, ends = random.integers(0, 4, (200, 16)), random.integers(0, 16, (200, 1))
+
+    def proposed(text):
+        end = len(text) - 1
+        alike = lambda at: next((n for n in range(ngram) if n > at or text[at - n] != text[end - n]), ngram)
+        found = max(range(end), key=lambda at: (alike(at), at), default=-1)
+        found = found if found >= 0 and alike(found) else end - 1
+        longer = list(text)
+        for _ in range(drafts):
+            longer.append(longer[found + 1 + len(longer) - len(text)])
+        return longer[len(text) :]
+
+    want = [proposed(text[: end + 1].tolist()) for text, (end,) in zip(tokens, ends, strict=True)]
+    now = Round(jnp.asarray(tokens, jnp.int32), jnp.zeros(200, jnp.int32), jnp.asarray(ends, jnp.int32),
+        np.ones(200, np.int32), jax.random.split(jax.random.key(0), 200), settings([Sampling()] * 200), 4)  # fmt: skip
+    draft = zoo.NGramDraft(drafts, ngram=ngram)
+    got, q, _ = draft.propose(now, draft.init_state(200, 4), None)
+    assert np.array_equal(got, want) and np.array_equal(q, np.eye(4)[np.array(want)])
+
+
 def test_a_draft_that_is_the_model_is_always_right(model):
     (got,) = zoo.complete(model, PROMPTS[:1], stops=NEVER, draft=zoo.ModelDraft(noisy(model, 0), 3), **SHAPE)
     assert {completion.calls for completion in got} == {5}
@@ -114,6 +148,7 @@ def test_mtp_remembers(model_with_further):
     "options, vocab",
     [
         (dict(temperature=1.0), 5),
+        (dict(temperature=1.0), None),
         (
             dict(
                 temperature=0.7,
@@ -132,12 +167,13 @@ def test_mtp_remembers(model_with_further):
 def test_distribution(options, vocab):
     """The frequencies of all texts of three tokens, from a vocabulary of five, follow their probabilities.
 
-    A draft with more or fewer tokens makes no difference.
+    A draft with more or fewer tokens makes no difference, nor does one without a model.
     """
-    configs = SMALL, dataclasses.replace(SMALL, vocab_size=vocab)
-    model, draft = (
+    configs = SMALL, dataclasses.replace(SMALL, vocab_size=vocab or 5)
+    model, smaller = (
         noise(lambda c=c: zoo.qwen3.Model(c, key=jax.random.key(0)), 0.3, seed) for seed, c in enumerate(configs)
     )
+    draft = zoo.ModelDraft(smaller, 2) if vocab else zoo.NGramDraft(2)
     sampling, prompt, rows = Sampling(max_new_tokens=3, **options), [3, 1], 4000
     texts = np.array(list(itertools.product(range(5), repeat=3)))
 
@@ -150,7 +186,7 @@ def test_distribution(options, vocab):
     tokens = np.concatenate([np.tile([prompt], (125, 1)), texts], axis=1)
     p = np.asarray(probabilities(model, jnp.asarray(tokens), zoo.generation.sampling.settings([sampling] * 125)))
     p = np.prod(np.take_along_axis(p, texts[..., None], axis=-1)[..., 0], axis=1)
-    (got,) = zoo.complete(model, [prompt], sampling, samples=rows, draft=zoo.ModelDraft(draft, 2), batch=rows)
+    (got,) = zoo.complete(model, [prompt], sampling, samples=rows, draft=draft, batch=rows)
     counts = np.zeros((5, 5, 5))
     np.add.at(counts, tuple(np.array([c.tokens for c in got]).T), 1)
     counts, possible = counts.reshape(-1), p > 0
@@ -208,6 +244,8 @@ def test_refusals(load):
         zoo.MTPDraft(model)
     with pytest.raises(ValueError, match="tokens=0"):
         zoo.ModelDraft(model, 0)
+    with pytest.raises(ValueError, match="ngram=0"):
+        zoo.NGramDraft(ngram=0)
     other = noise(lambda: zoo.qwen3.Model(dataclasses.replace(SMALL, vocab_size=600), key=jax.random.key(0)))
     with pytest.raises(ValueError, match="vocabulary of 600, and the model's is 64"):
         zoo.complete(model, PROMPTS, max_new_tokens=4, draft=zoo.ModelDraft(other))

@@ -79,7 +79,7 @@ def draw(
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(table.keys)), table.drawn)
     permitted = settings.permitted(settings.penalized(logits, tokens, table.positions - table.drawn, at))
     token = settings.draw(permitted, keys)[:, None]
-    scaled = settings.scaled(logits)[:, None]
+    scaled = settings.of_logprobs(logits)[:, None]
     drawn = Drawn(token, logprob(scaled, token), Likeliest.of(scaled, top), live, live, {})
     return drawn, write(tokens, token, at[:, None])
 

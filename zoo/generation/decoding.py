@@ -221,7 +221,7 @@ def init_state(
         specs = partition_specs(caches, mesh.shape)
         caches = jax.tree.map(lambda x, spec: placed(x, *spec), caches, specs)
         batch_axes = split_over(batch, BATCH, mesh.shape)
-    draft_state = None if draft is None else draft.init_state(batch)
+    draft_state = None if draft is None else draft.init_state(batch, model.config.vocab_size)
     tokens = jnp.zeros((batch, room(draft, max_tokens)), jnp.int32)
     logits = jnp.zeros((batch, model.config.vocab_size), jnp.float32)
     tokens, logits, draft_state = jax.tree.map(lambda x: placed(x, batch_axes), (tokens, logits, draft_state))
@@ -342,7 +342,7 @@ def advance(
         token = table.settings.draw(logits, jax.vmap(jax.random.fold_in)(keys, table.drawn + n))
         tokens = write(state.tokens, token[:, None], at[:, None])
         put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], n, axis=1)
-        scaled = table.settings.scaled(state.logits)
+        scaled = table.settings.of_logprobs(state.logits)
         x, cache, records = hidden(model, token[:, None], cache, at[:, None], table.record)
         new = Drawn(
             put(drawn.tokens, token),

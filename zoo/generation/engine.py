@@ -39,12 +39,13 @@ class Completion:
     """The tokens drawn after a prompt so far, with their log-probabilities.
 
     `tokens` include the stop token that ended the completion, and `ended` says whether there is one. `logprobs` are log
-    softmax(logits / temperature) of each token, without penalties and filters (`top_k`, ...); at temperature 0, log
-    softmax(logits). `calls` is the number of calls of the model after the prompt, which is smaller than the number of
-    tokens if a draft's tokens were accepted. `finished` says that no more tokens will come. `likeliest` has, for each
-    token, the likeliest ones in its place with their log-probabilities, as many as `submit` was asked for. `prompt` are
-    all tokens before the drawn ones, and `images` those of the prompt. `records` has, once it is finished, what an
-    `Engine` records of each token that the model has read, in the prompt and after it.
+    softmax(logits / temperature) of each token, without penalties and filters (`top_k`, ...); at temperature 0, or with
+    `Engine(raw_logprobs=True)`, log softmax(logits). `calls` is the number of calls of the model after the prompt,
+    which is smaller than the number of tokens if a draft's tokens were accepted. `finished` says that no more tokens
+    will come. `likeliest` has, for each token, the likeliest ones in its place with their log-probabilities, as many as
+    `submit` was asked for. `prompt` are all tokens before the drawn ones, and `images` those of the prompt. `records`
+    has, once it is finished, what an `Engine` records of each token that the model has read, in the prompt and after
+    it.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -140,6 +141,7 @@ class Engine:
         prefixes: bool = False,
         beside: int | None = None,
         record: Sequence[Record] = (),
+        raw_logprobs: bool = False,
     ):
         """
         Args:
@@ -161,19 +163,21 @@ class Engine:
             record: what completions get in `records` of each token: "experts", those to which the routers have sent it,
                 [tokens, layers with experts, choices]; "hidden", the features that the model unembeds, [tokens, embed].
                 Recording waits for each chunk that is read.
+            raw_logprobs: whether log-probabilities are those of softmax(logits) at any temperature, as servers give
+                them. Training needs those with which tokens are drawn, softmax(logits / temperature).
 
         Raises:
             ValueError: the draft has another vocabulary, or a cache can't take rejected tokens back or is made anew
                 where a text grows long; or there is less memory than one row may need; or experts are to be recorded,
                 and the model has none.
         """
-        if draft is not None and abs(draft.model.config.vocab_size - model.config.vocab_size) > PADDING:
-            raise ValueError(
-                f"The draft has a vocabulary of {draft.model.config.vocab_size}, and the model's is "
-                f"{model.config.vocab_size}; they have to be the same, but for padding."
-            )
         if draft is not None:
-            for each in (model, draft.model):
+            for each in (model, *draft.models):
+                if abs(each.config.vocab_size - model.config.vocab_size) > PADDING:
+                    raise ValueError(
+                        f"The draft has a vocabulary of {each.config.vocab_size}, and the model's is "
+                        f"{model.config.vocab_size}; they have to be the same, but for padding."
+                    )
                 decoding.check_rewinds(each)
                 if max_tokens > (most := each.config.cache_limit or max_tokens):
                     raise ValueError(
@@ -184,6 +188,7 @@ class Engine:
             raise ValueError(f"cache_tokens={cache_tokens} is less than one row may need: max_tokens={max_tokens}.")
         self.model, self.max_tokens, self.stride, self.cache_dtype = model, max_tokens, stride, cache_dtype
         self.draft, self.chunk, self.prefixes, self.beside, self._record = draft, chunk, prefixes, beside, tuple(record)
+        self.raw_logprobs = raw_logprobs
         self.tokens_read, self.tokens_found = 0, 0  # of prompts: read, and read before
         self._models, self._stops = (model, draft), np.array(stops, np.int32)
         sharding = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].sharding
@@ -598,6 +603,7 @@ class Engine:
                 [s.sampling if s else Sampling() for s in rows],
                 allowed=[s and s.allowed for s in rows],
                 constrained=[s is not None and s.constraint is not None for s in rows],
+                raw_logprobs=self.raw_logprobs,
             ),
             record=self._record,
         )

@@ -26,6 +26,7 @@ class Settings(eqx.Module):
     repetition_penalty: Float[HostArray, " batch"]
     presence_penalty: Float[HostArray, " batch"]
     frequency_penalty: Float[HostArray, " batch"]
+    reported: Float[HostArray, " batch"]  # the temperature of log-probabilities
     biased: Int[HostArray, "batch biases"] | None = None  # ids of `logit_bias`; None if no row has any
     bias: Float[HostArray, "batch biases"] | None = None
     allowed: UInt32[HostArray, "batch words"] | None = None  # bits of `AbstractConstraint`; None without constraints
@@ -70,8 +71,11 @@ class Settings(eqx.Module):
 
     def scaled(self, logits: Float[Array, "batch *seq vocab"]) -> Float[Array, "batch *seq vocab"]:
         """Divides logits by the temperature, in float32; at temperature 0 logits stay as they are."""
-        divisor = jnp.where(self.temperature == 0, 1, self.temperature)
-        return logits.astype(jnp.float32) / _rows(divisor, logits)
+        return _divided(logits, self.temperature)
+
+    def of_logprobs(self, logits: Float[Array, "batch *seq vocab"]) -> Float[Array, "batch *seq vocab"]:
+        """Divides logits by the temperature of log-probabilities, as `scaled` does by that of drawing."""
+        return _divided(logits, self.reported)
 
     def filtered(self, logits: Float[Array, "batch *seq vocab"]) -> Float[Array, "batch *seq vocab"]:
         """Scales logits, and sets those of tokens that may not be drawn to -inf; at temperature 0 one token is left."""
@@ -192,10 +196,12 @@ def settings(
     *,
     allowed: Sequence[UInt32[np.ndarray, " words"] | None] = (),
     constrained: Sequence[bool] = (),
+    raw_logprobs: bool = False,
 ) -> Settings:
     """Returns the options that choose a token, as arrays: row n has those of sampling n.
 
-    If any row is `constrained`, `allowed` has each row's tokens (`AbstractConstraint.allowed`).
+    `raw_logprobs` leaves the temperature out of log-probabilities. If any row is `constrained`, `allowed` has each
+    row's tokens (`AbstractConstraint.allowed`).
     """
     column = lambda name, off, dtype: np.array(
         [off if getattr(s, name) is None else getattr(s, name) for s in samplings], dtype
@@ -211,6 +217,7 @@ def settings(
         repetition_penalty=column("repetition_penalty", 1, np.float32),
         presence_penalty=column("presence_penalty", 0, np.float32),
         frequency_penalty=column("frequency_penalty", 0, np.float32),
+        reported=np.zeros(len(samplings), np.float32) if raw_logprobs else column("temperature", 0, np.float32),
         biased=biased,
         bias=bias,
         allowed=np.stack([every if each is None else each for each in allowed]) if any(constrained) else None,
@@ -232,6 +239,10 @@ def _biases(
     for n, row in enumerate(rows):
         biased[n, : len(row)], bias[n, : len(row)] = list(row), list(row.values())
     return biased, bias
+
+
+def _divided(logits: Float[Array, "batch *seq vocab"], temperature: HostArray) -> Float[Array, "batch *seq vocab"]:
+    return logits.astype(jnp.float32) / _rows(jnp.where(temperature == 0, 1, temperature), logits)
 
 
 def _rows(values: HostArray, like: Array) -> Any:

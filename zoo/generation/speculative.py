@@ -6,11 +6,11 @@ accepted, one more is drawn from p. So tokens have the model's distribution what
 is the model's own.
 
     zoo.generate(model, tokenizer, prompts, draft=zoo.ModelDraft(smaller, num_draft_tokens=4))
+    zoo.generate(model, tokenizer, prompts, draft=zoo.NGramDraft(num_draft_tokens=4))
 """
 
 import abc
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -52,23 +52,131 @@ class DraftState(eqx.Module):
     x: Float[Array, "batch seq features"]
     tokens: Int[Array, "batch seq"]
     accepted: Int[Array, " batch"]
-    rejected: Float[Array, "batch draft_vocab"]
+    rejected: Float[Array, "batch vocab"]
+
+
+class Round(eqx.Module):
+    """Texts of a batch to propose tokens after, each with a token that was just drawn.
+
+    `tokens` have it at `position`. Rows in which no tokens are `left` have ended. The model has `vocab` tokens.
+    """
+
+    tokens: Int[Array, "batch seq"]
+    token: Int[Array, " batch"]
+    position: Int[Array, "batch 1"]
+    left: Int[HostArray, " batch"]
+    keys: Key[Array, " batch"]
+    settings: Settings
+    vocab: int = eqx.field(static=True)
+
+
+Proposal = tuple[Int[Array, "batch drafts"], Float[Array, "batch drafts vocab"], Any]
+"""Tokens, the distribution q from which each was drawn, and the draft's new cache."""
 
 
 class AbstractDraft(eqx.Module):
-    """A draft, which proposes `num_draft_tokens` tokens a round: `y, cache = draft(x, following, cache, positions)`.
+    """A draft, which proposes tokens each round."""
+
+    @property
+    @abc.abstractmethod
+    def num_draft_tokens(self) -> int:
+        """Returns the number of tokens that it proposes."""
+
+    @property
+    @abc.abstractmethod
+    def models(self) -> tuple[AbstractModel, ...]:
+        """Returns the models that it runs."""
+
+    @property
+    @abc.abstractmethod
+    def features(self) -> int:
+        """Returns the number of the model's features of a token that the draft reads."""
+
+    @abc.abstractmethod
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        """Makes the draft's own cache, as a model's `init_cache` does; None if it has none."""
+
+    @abc.abstractmethod
+    def read(
+        self, x: Float[Array, "batch seq embed"], new: Reading, past: DraftState, cache: Any
+    ) -> tuple[DraftState, Any]:
+        """Reads what rows read, for which the model computed the features `x`, after what they still had to read."""
+
+    @abc.abstractmethod
+    def propose(self, now: Round, past: DraftState, cache: Any) -> Proposal:
+        """Proposes tokens after those that were just drawn."""
+
+    def __check_init__(self):
+        if self.num_draft_tokens < 1:
+            raise ValueError(
+                f"A draft of num_draft_tokens={self.num_draft_tokens} proposes nothing; it must be at least 1."
+            )
+
+    def init_state(self, batch: int, vocab: int) -> DraftState:
+        """Makes the state before the first round, for a model of `vocab` tokens, with zeros as features."""
+        leaves = jax.tree.leaves(eqx.filter(self.models, eqx.is_inexact_array))
+        return DraftState(
+            jnp.zeros((batch, self.num_draft_tokens + 1, self.features), leaves[0].dtype if leaves else jnp.float32),
+            jnp.zeros((batch, self.num_draft_tokens + 1), jnp.int32),
+            jnp.zeros(batch, jnp.int32),
+            jnp.zeros((batch, vocab), jnp.float32),
+        )
+
+
+class NGramDraft(AbstractDraft):
+    """A draft without a model: proposes what followed the same tokens earlier in the row's own text ("prompt lookup").
+
+    It looks for the last `ngram` tokens, or else for as many of the last ones as occurred, at their last occurrence.
+    Where what followed ends, it repeats. Texts that repeat themselves or their prompt, as code and summaries do, gain.
+    """
+
+    num_draft_tokens: int = eqx.field(static=True, default=4)
+    ngram: int = eqx.field(static=True, default=3)
+
+    def __check_init__(self):
+        if self.ngram < 1:
+            raise ValueError(f"A draft of ngram={self.ngram} has nothing to look for; it must be at least 1.")
+
+    @property
+    def models(self) -> tuple[AbstractModel, ...]:
+        return ()
+
+    @property
+    def features(self) -> int:
+        return 0
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> None:
+        return None
+
+    def read(
+        self, x: Float[Array, "batch seq embed"], new: Reading, past: DraftState, cache: Any
+    ) -> tuple[DraftState, Any]:
+        return jax.tree.map(jnp.zeros_like, past), cache
+
+    def propose(self, now: Round, past: DraftState, cache: Any) -> Proposal:
+        tokens, end, seq = now.tokens, now.position, now.tokens.shape[1]
+        index, alike = jnp.arange(seq)[None], jnp.ones(tokens.shape, bool)
+        length = jnp.zeros(tokens.shape, jnp.int32)  # of what is alike up to each token, counted from the last one
+        for n in range(self.ngram):
+            last = jnp.take_along_axis(tokens, jnp.maximum(end - n, 0), axis=1)
+            alike &= (index >= n) & (jnp.roll(tokens, n, axis=1) == last)
+            length += alike.astype(jnp.int32)
+        length = jnp.where(index < end, length, 0)
+        longest = seq - 1 - jnp.argmax(length[:, ::-1], axis=1)[:, None]  # and of these the last
+        at = jnp.minimum(longest, end - 1)  # if nothing is alike, the last token is proposed again
+        ahead = at + 1 + jnp.arange(self.num_draft_tokens)[None] % (end - at)
+        drafts = jnp.take_along_axis(tokens, jnp.maximum(ahead, 0), axis=1)
+        return drafts, jax.nn.one_hot(drafts, now.vocab, dtype=jnp.float32), cache
+
+
+class AbstractReadingDraft(AbstractDraft):
+    """A draft that reads what the model reads: `y, cache = draft(x, following, cache, positions)`.
 
     `x` are the first `features` of the model's features at `positions`, and `following` the tokens one position later.
     `model.unembed(y)` are the draft's logits for the tokens two positions later.
     """
 
     model: eqx.AbstractVar[AbstractModel]
-    num_draft_tokens: eqx.AbstractVar[int]
-
-    @property
-    @abc.abstractmethod
-    def features(self) -> int:
-        """Returns the number of the model's features of a token that the draft reads."""
 
     @abc.abstractmethod
     def __call__(
@@ -79,30 +187,14 @@ class AbstractDraft(eqx.Module):
         positions: Int[Array, "batch seq"],
     ) -> tuple[Float[Array, "batch seq draft"], Any]: ...
 
-    @abc.abstractmethod
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
-        """Makes the draft's own cache, as a model's `init_cache` does."""
-
-    def __check_init__(self):
-        if self.num_draft_tokens < 1:
-            raise ValueError(
-                f"A draft of num_draft_tokens={self.num_draft_tokens} proposes nothing; it must be at least 1."
-            )
-
-    def init_state(self, batch: int) -> DraftState:
-        """Makes the state before the first round, with zeros for the prompt's features."""
-        dtype = jax.tree.leaves(eqx.filter(self.model, eqx.is_inexact_array))[0].dtype
-        return DraftState(
-            jnp.zeros((batch, self.num_draft_tokens + 1, self.features), dtype),
-            jnp.zeros((batch, self.num_draft_tokens + 1), jnp.int32),
-            jnp.zeros(batch, jnp.int32),
-            jnp.zeros((batch, self.model.config.vocab_size), jnp.float32),
-        )
+    @property
+    def models(self) -> tuple[AbstractModel, ...]:
+        return (self.model,)
 
     def read(
         self, x: Float[Array, "batch seq embed"], new: Reading, past: DraftState, cache: Any
     ) -> tuple[DraftState, Any]:
-        """Reads what rows read, for which the model computed the features `x`, after what they still had to read.
+        """Reads tokens as `AbstractDraft.read` says.
 
         Tokens are given at the position before their own, the first of a text at -1, with the features of the token
         before. These are zeros for the first of a text. Padding is at -2.
@@ -117,11 +209,37 @@ class AbstractDraft(eqx.Module):
         before = jnp.where((index <= unread)[..., None], of(first, earlier), of(x, jnp.maximum(later - 1, 0)))
         positions = jnp.where(index < count, new.starts[:, None] - unread - 1 + index, -2)
         _, cache = self(before, tokens, cache, positions)
-        last, start = x[jnp.arange(len(x)), jnp.maximum(new.lengths - 1, 0)], self.init_state(len(x))
+        last, start = x[jnp.arange(len(x)), jnp.maximum(new.lengths - 1, 0)], jax.tree.map(jnp.zeros_like, past)
         return eqx.tree_at(lambda d: d.x, start, start.x.at[:, 0].set(last)), cache
 
+    def propose(self, now: Round, past: DraftState, cache: Any) -> Proposal:
+        """Proposes tokens one by one. It first reads the tokens that were accepted, now with the model's features."""
+        index, accepted = jnp.arange(self.num_draft_tokens + 1)[None], past.accepted[:, None]
+        following = jnp.where(index == accepted, now.token[:, None], past.tokens)
+        positions = _at(now.left, now.position - 1 - accepted + index, index <= accepted)
+        y, cache = self(past.x, following, cache, positions)
 
-class ModelDraft(AbstractDraft):
+        def draw(y: Array, n: Array | int) -> tuple[Array, Array]:
+            known = jnp.arange(self.model.config.vocab_size) < now.vocab
+            logits = now.settings.filtered(jnp.where(known, self.model.unembed(y), -jnp.inf))
+            return _categorical(_fold(now.keys, n), logits), jax.nn.softmax(logits, axis=-1)
+
+        def another(carry: Any, n: Array) -> tuple[Any, Any]:
+            y, cache, token = carry
+            at = _at(now.left, now.position + n)
+            y, cache = self(y[:, None, : self.features], token[:, None], cache, at)
+            token, q = draw(y[:, 0], n + 1)
+            return (y[:, 0], cache, token), (token, q)
+
+        y = y[jnp.arange(len(y)), past.accepted]
+        first, q = draw(y, 0)
+        (_, cache, _), others = jax.lax.scan(another, (y, cache, first), jnp.arange(self.num_draft_tokens - 1))
+        drafts, q = (jnp.moveaxis(jnp.concatenate([a[None], b]), 0, 1) for a, b in zip((first, q), others, strict=True))
+        q = q[..., : now.vocab]  # padded where the model's vocabulary is
+        return drafts, jnp.pad(q, ((0, 0), (0, 0), (0, now.vocab - q.shape[-1]))), cache
+
+
+class ModelDraft(AbstractReadingDraft):
     """A draft by another model of the same vocabulary. It reads only the `following` tokens, at their own positions.
 
     The vocabularies may be padded to different sizes, as those of a family's small and large models often are.
@@ -149,7 +267,7 @@ class ModelDraft(AbstractDraft):
         return self.model.init_cache(batch, length, dtype)
 
 
-class MTPDraft(AbstractDraft):
+class MTPDraft(AbstractReadingDraft):
     """A draft by the model's own module for the token after the next. For further tokens it reads its own features.
 
     Models of families with the part "mtp" have one: `zoo.load(..., parts=("mtp",))` loads it.
@@ -217,12 +335,9 @@ def advance(
         rest = _without(past.rejected, jax.nn.softmax(settings.filtered(penalized), axis=-1))
         token = _categorical(_fold(key, k + 1), jnp.log(rest))
 
-        # The draft reads the accepted tokens again, now with the model's features, and then the first token.
-        following = jnp.where(index == past.accepted[:, None], token[:, None], past.tokens)
-        positions = at(start - 1 - past.accepted[:, None] + index, index <= past.accepted[:, None])
-        y, draft_cache = draft(past.x, following, draft_cache, positions)
-        y = here(y, past.accepted)
-        drafts, q, draft_cache = _propose(draft, vocab, settings, y, draft_cache, key, at, start)
+        known = write(state.tokens, token[:, None], at(start))
+        now = Round(known, token, start, left, key, settings, vocab)
+        drafts, q, draft_cache = draft.propose(now, past, draft_cache)
 
         # The model reads them all at once.
         tokens = jnp.concatenate([token[:, None], drafts], axis=1)
@@ -236,7 +351,7 @@ def advance(
             accepted = jnp.where(settings.constrained, 0, accepted)
         before = jnp.concatenate([state.logits[:, None], logits[:, :k]], axis=1)
         live = left > 0
-        scaled = settings.scaled(before)
+        scaled = settings.of_logprobs(before)
         found = tokens, logprob(scaled, tokens), Likeliest.of(scaled, top), records
         left, new = _add(drawn, *found, accepted + 1, left, stops)
         # A row may end before the first rejected token. Then no distribution is rejected, as if all were accepted.
@@ -247,7 +362,7 @@ def advance(
         accepted = jnp.maximum(count - 1, 0)
         # Rejected tokens stay in the caches. Until they are overwritten, their positions are later than any query's, so
         # causality hides them.
-        now = DraftState(
+        after = DraftState(
             x[..., : draft.features].astype(past.x.dtype),
             jnp.pad(drafts, ((0, 0), (0, 1))),
             accepted,
@@ -255,7 +370,7 @@ def advance(
         )
         # A row that had no more to draw stays as it is, so that it may go on later.
         kept = lambda old, new: jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-        logits, past = jax.tree.map(kept, (state.logits, past), (here(logits, accepted), now))
+        logits, past = jax.tree.map(kept, (state.logits, past), (here(logits, accepted), after))
         return n + 1, left, State(written, (cache, draft_cache), logits, past), new
 
     state = eqx.tree_at(lambda s: s.caches, state, rows.with_tables(state.caches, pages))
@@ -283,51 +398,15 @@ def _at(
     return jnp.where(real & (left > 0)[:, None], positions, -2)
 
 
-def _without(
-    rejected: Float[Array, "batch draft_vocab"], p: Float[Array, "batch vocab"]
-) -> Float[Array, "batch vocab"]:
+def _without(rejected: Float[Array, "batch vocab"], p: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
     """Returns max(p - q, 0), not rescaled, for the distribution q in `DraftState.rejected`; p where that is zeros."""
-    vocab, draft_vocab = p.shape[1], rejected.shape[1]
-    q = jnp.pad(rejected[:, :vocab], ((0, 0), (0, max(vocab - draft_vocab, 0))))
-    rest = jnp.maximum(p - q, 0)
+    rest = jnp.maximum(p - rejected, 0)
     return jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p)  # p, too, if it equals q but for rounding
-
-
-def _propose(
-    draft: AbstractDraft,
-    vocab: int,
-    settings: Settings,
-    y: Float[Array, "batch draft"],
-    cache: Any,
-    key: Key[Array, " batch"],
-    at: Callable[[Int[Array, "batch 1"]], Int[Array, "batch 1"]],
-    start: Int[Array, "batch 1"],
-) -> tuple[Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"], Any]:
-    """Proposes tokens of the model's `vocab` after the one at position `start`, for which the draft has computed `y`.
-
-    Returns the tokens, the distribution q from which each was drawn, and the draft's new cache.
-    """
-
-    def draw(y: Array, n: Array | int) -> tuple[Array, Array]:
-        known = jnp.arange(draft.model.config.vocab_size) < vocab
-        logits = settings.filtered(jnp.where(known, draft.model.unembed(y), -jnp.inf))
-        return _categorical(_fold(key, n), logits), jax.nn.softmax(logits, axis=-1)
-
-    def another(carry: Any, n: Array) -> tuple[Any, Any]:
-        y, cache, token = carry
-        y, cache = draft(y[:, None, : draft.features], token[:, None], cache, at(start + n))
-        token, q = draw(y[:, 0], n + 1)
-        return (y[:, 0], cache, token), (token, q)
-
-    first, q = draw(y, 0)
-    (_, cache, _), others = jax.lax.scan(another, (y, cache, first), jnp.arange(draft.num_draft_tokens - 1))
-    drafts, q = (jnp.moveaxis(jnp.concatenate([a[None], b]), 0, 1) for a, b in zip((first, q), others, strict=True))
-    return drafts, q, cache
 
 
 def _accept(
     drafts: Int[Array, "batch drafts"],
-    q: Float[Array, "batch drafts draft_vocab"],
+    q: Float[Array, "batch drafts vocab"],
     p: Float[Array, "batch seq vocab"],
     keys: Key[Array, " batch"],
 ) -> Int[Array, " batch"]:

@@ -394,7 +394,7 @@ def init_cache(
         known = int8 = False
     if not known:
         raise ValueError(f"cache_dtype={dtype!r} is neither int8 nor a floating-point dtype such as bfloat16.")
-    own = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))[0].dtype
+    own = next((a.dtype for a in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))), jnp.dtype(jnp.float32))
     caches = model.init_cache(batch, length, own if dtype is None or int8 else dtype)
     caches = each(lambda cache: cache.widened(widen), caches)
     if pages is not None:

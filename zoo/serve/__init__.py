@@ -3,7 +3,7 @@
 - `fields.py` checks the fields of requests, and `prompts.py` encodes their texts, chats and images.
 - `served.py` has the models, and `worker.py` runs them in a thread of its own, where each `reply.py` is written.
 - `answers.py` has the forms of answers, `guard.py` lets requests in, and `server.py` answers them over HTTP.
-- `texts.py` answers for embeddings and scores.
+- `texts.py` answers for embeddings, scores and rankings.
 - `metrics.py` counts.
 - `listen.py` keeps connections, and ends them when the server stops.
 """
@@ -64,7 +64,8 @@ def serve(
         source: a zoo name, a Hub repository org/name, or a folder.
         adapters: further models of requests, each NAME=FOLDER: the model with the adapter in a folder. They share its
             weights, and each has a cache of its own.
-        head: what stands in the place of output embeddings (docs/heads.md), for /v1/embeddings and /v1/score.
+        head: what stands in the place of output embeddings (docs/heads.md), for /v1/embeddings, /v1/score and
+            /v1/rerank.
         batch: number of replies that are written at the same time; others wait.
         max_tokens: largest number of tokens of a prompt and its reply together. The cache has this room for each reply.
         chunk: most tokens of prompts that are read between two tokens of a reply, so that a long prompt does not stop

@@ -5,9 +5,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from zoo.serve.reply import Gain, Reply
+from zoo.serve.reply import Gain, Reply, Token
 from zoo.text.calls import Call
 from zoo.text.replies import Piece
 from zoo.text.tokenizer import Tokenizer
@@ -52,58 +50,58 @@ def event(value: dict[str, Any]) -> str:
 
 
 class Scores:
-    """The log-probabilities of tokens in OpenAI's forms.
+    """Writes the log-probabilities of a reply's tokens, with those of the `top` likeliest, in OpenAI's forms.
 
-    Each token but the first has its own, and those of the likeliest tokens in its place, as from `Worker.score`.
+    Tokens come in pieces, which follow the token `before`; None for those of a text from its beginning on.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tokens: list[int], own: np.ndarray, ids: np.ndarray, values: np.ndarray):
-        self._tokenizer, self._tokens = tokenizer, tokens
-        self._own, self._ids, self._values = own, ids, values
+    def __init__(self, tokenizer: Tokenizer, before: int | None, top: int):
+        self._tokenizer, self._top, self._offset = tokenizer, top, 0
+        self._before = [] if before is None else [before]
 
-    @classmethod
-    def drawn(cls, tokenizer: Tokenizer, tokens: list[int], logprobs: Sequence[float]) -> "Scores":
-        """Makes those of drawn tokens, which follow the first, without others in their place."""
-        none = np.zeros((len(logprobs), 0), np.int32)
-        return cls(tokenizer, tokens, np.array(logprobs), none, none)
-
-    def completion(self, start: int, top: int) -> dict[str, list[Any]]:
-        """Returns the `logprobs` of a completion from token `start` on, with those of `top` others."""
-        names, logprobs, tops, offsets, offset = [], [], [], [], 0
-        for i in range(start, len(self._tokens)):
-            names.append(self._name(i, self._tokens[i]))
-            offsets.append(offset)
-            offset += len(names[-1])
-            logprobs.append(None if i == 0 else finite(self._own[i - 1]))
+    def completion(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
+        """Returns the `logprobs` of a completion's next tokens. Their places in the text count from its beginning."""
+        written: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token in tokens:
+            name = self._name(token.id)
             likeliest: dict[str, float] = {}
-            if i > 0:
-                for id, value in [*self._likeliest(i, top), (self._tokens[i], self._own[i - 1])]:
-                    likeliest.setdefault(self._name(i, int(id)), finite(value))
-            tops.append(likeliest if i > 0 and top else None)
-        return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+            for id, value in [*self._likeliest(token), (token.id, token.logprob)] if token.logprob is not None else ():
+                likeliest.setdefault(self._name(id), finite(value))
+            logprob = None if token.logprob is None else finite(token.logprob)
+            row = name, logprob, (likeliest or None) if self._top else None, self._offset
+            for column, value in zip(written.values(), row, strict=True):
+                column.append(value)
+            self._before, self._offset = [token.id], self._offset + len(name)
+        return written
 
-    def chat(self, start: int, top: int) -> dict[str, Any]:
-        """Returns the `logprobs` of a chat's reply from token `start` on, with those of the `top` likeliest."""
+    def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """Returns the `logprobs` of a chat's next tokens."""
         content = []
-        for i in range(start, len(self._tokens)):
-            others = [self._entry(i, int(id), value) for id, value in self._likeliest(i, top)]
-            content.append(self._entry(i, self._tokens[i], self._own[i - 1]) | {"top_logprobs": others})
+        for token in tokens:
+            likeliest = [self._entry(id, value) for id, value in self._likeliest(token)]
+            content.append(self._entry(token.id, token.logprob) | {"top_logprobs": likeliest})
+            self._before = [token.id]
         return {"content": content, "refusal": None}
 
-    def _likeliest(self, at: int, top: int) -> list[tuple[int, float]]:
-        return list(zip(self._ids[at - 1, :top], self._values[at - 1, :top], strict=True))
+    def _likeliest(self, token: Token) -> list[tuple[int, float]]:
+        return list(token.likeliest.items())[: self._top]
 
-    def _entry(self, at: int, id: int, logprob: float) -> dict[str, Any]:
-        name = self._name(at, id)
+    def _entry(self, id: int, logprob: float | None) -> dict[str, Any]:
+        name = self._name(id)
         known = None if name.startswith("token_id:") else list(name.encode())
         return {"token": name, "logprob": finite(logprob), "bytes": known}
 
-    def _name(self, at: int, id: int) -> str:
+    def _name(self, id: int) -> str:
         """Names a token by the text that it adds to the one before it, or by its id if that text is incomplete."""
-        before = self._tokens[max(at - 1, 0) : at]
-        text = self._tokenizer.decode([*before, id], special=True)
-        name = text[len(self._tokenizer.decode(before, special=True)) :]
+        text = self._tokenizer.decode([*self._before, id], special=True)
+        name = text[len(self._tokenizer.decode(self._before, special=True)) :]
         return f"token_id:{id}" if "\ufffd" in name or not name else name
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Joins two pieces of a completion: its text, and the lists of its `logprobs` if it has these."""
+    of = lambda a, b: a if a is None else {name: a[name] + b[name] for name in a}
+    return {"text": first["text"] + second["text"], "logprobs": of(first["logprobs"], second["logprobs"])}
 
 
 def finite(logprob: Any) -> float:

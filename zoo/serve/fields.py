@@ -179,6 +179,13 @@ EMBEDDINGS = MODEL | {
     "prompt_name": Field("a string", is_text),
 }
 SCORE = MODEL | {"text_1": Field("a string", is_text), "text_2": TEXTS, "instruction": Field("a string", is_text)}
+RERANK = MODEL | {
+    "query": Field("a string", is_text),
+    "documents": Field("a list of strings", listed(is_text)),
+    "top_n": number(1, whole=True),
+    "return_documents": flag,
+    "instruction": Field("a string", is_text),
+}
 
 
 def read(body: bytes | bytearray, fields: dict[str, Field], required: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Replies while they are written: their tokens, their texts, and the parts of these."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from zoo.generation.constraints import AbstractConstraint
 from zoo.generation.generate import first, partial_stop_length
@@ -10,6 +10,14 @@ from zoo.generation.sampling import Sampling
 from zoo.nn.model import Images
 from zoo.serve.served import Served
 from zoo.text.replies import AbstractReader, Piece
+
+
+class Token(NamedTuple):
+    """A token with its log-probability, None for the first of a text, and the likeliest in its place with theirs."""
+
+    id: int
+    logprob: float | None
+    likeliest: Mapping[int, float]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,6 +29,7 @@ class Ask:
     - `reader`: makes a reader for each reply; None leaves replies whole.
     - `constraint`: makes a constraint for each reply; None leaves replies free.
     - `parallel`: whether a reply may have several calls; else it ends with the first.
+    - `likeliest`: whether tokens come with the likeliest ones in their places.
     """
 
     served: Served
@@ -32,19 +41,16 @@ class Ask:
     constraint: Callable[[], AbstractConstraint] | None = None
     parallel: bool = True
     images: Images | None = None
+    likeliest: bool = False
 
 
 @dataclasses.dataclass
 class Gain:
-    """The gain of a reply by new tokens: what its `parts` gain, after `calls` calls.
-
-    `tokens` begin with the one before the new ones, which have `logprobs`.
-    """
+    """The gain of a reply by new `tokens`: what its `parts` gain, after `calls` calls."""
 
     parts: Piece
     calls: int
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: list[Token]
 
 
 class Reply:
@@ -52,8 +58,7 @@ class Reply:
 
     def __init__(self, index: int, ask: Ask):
         self.index, self.ask = index, ask
-        self.tokens: list[int] = []  # including the end token
-        self.logprobs: list[float] = []  # the engine's
+        self.tokens: list[Token] = []  # including the end token
         self.text = ""  # without end token and stop string
         self.parts = Piece()
         self.finish: Literal["stop", "length", "tool_calls"] | None = None if ask.sampling.max_new_tokens else "length"
@@ -61,13 +66,12 @@ class Reply:
         self._decoder, self._given = ask.served.tokenizer.stream(ask.prompt, special=ask.special), 0
         self._reader = None if ask.reader is None else ask.reader()
 
-    def push(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Gain:
+    def push(self, tokens: Sequence[Token]) -> Gain:
         """Adds tokens until the reply ends, and returns what they add: no text that may begin a stop string."""
         before, calls = len(self.tokens), len(self.parts.calls)
-        for token, logprob in zip(tokens, logprobs, strict=True):
+        for token in tokens:
             if not self.finish:
                 self._add(token)
-                self.logprobs.append(logprob)
         until = len(self.text) - (0 if self.finish else partial_stop_length(self.text, self.ask.stop))
         text, self._given = self.text[self._given : until], until
         parts = Piece(answer=text) if self._reader is None else self._reader.push(text, end=bool(self.finish))
@@ -76,14 +80,14 @@ class Reply:
         self.parts += parts
         if self.parts.calls and self.finish == "stop":
             self.finish = "tool_calls"
-        return Gain(parts, calls, [*self.ask.prompt[-1:], *self.tokens][before:], self.logprobs[before:])
+        return Gain(parts, calls, self.tokens[before:])
 
-    def _add(self, token: int) -> None:
+    def _add(self, token: Token) -> None:
         self.tokens.append(token)
-        if token in self.ask.served.tokenizer.eos:
+        if token.id in self.ask.served.tokenizer.eos:
             self.finish = "stop"
             return
-        self.text += self._decoder.push(token)
+        self.text += self._decoder.push(token.id)
         if (at := first(self.text, self.ask.stop)) is not None:
             self.text, self.finish = self.text[:at], "stop"
         elif len(self.tokens) == self.ask.sampling.max_new_tokens:

@@ -23,13 +23,14 @@ from zoo.generation.decoding import CHUNK
 from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling
 from zoo.serve import texts
-from zoo.serve.answers import Scores, choice, delta, event, message, usage
+from zoo.serve.answers import Scores, choice, delta, event, joined, message, usage
 from zoo.serve.fields import (
     BODY,
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
     REPLIES,
+    RERANK,
     SCORE,
     Field,
     Refusal,
@@ -40,7 +41,7 @@ from zoo.serve.fields import (
 from zoo.serve.guard import Guard
 from zoo.serve.metrics import Metrics
 from zoo.serve.prompts import Prompts
-from zoo.serve.reply import Ask, Gain, Reply
+from zoo.serve.reply import Ask, Gain, Reply, Token
 from zoo.serve.served import Served
 from zoo.serve.worker import Worker
 from zoo.text.messages import Tools
@@ -92,7 +93,7 @@ class Server:
         self.positions = min(max_tokens, *(each.model.config.max_position_embeddings for each in served))
         make = lambda each: Engine(
             each.model, batch=batch, max_tokens=self.positions, stops=each.tokenizer.eos, stride=STRIDE,
-            draft=each.draft, chunk=chunk, beside=chunk, prefixes=True,
+            draft=each.draft, chunk=chunk, beside=chunk, prefixes=True, raw_logprobs=True,
         )  # fmt: skip
         self.metrics = Metrics()
         self.worker = Worker(served[0], make, self.metrics)
@@ -113,6 +114,8 @@ class Server:
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/embeddings", self.embeddings, methods=["POST"]),
                 Route("/v1/score", self.score, methods=["POST"]),
+                Route("/v1/rerank", self.rerank, methods=["POST"]),
+                Route("/v2/rerank", self.rerank, methods=["POST"]),  # of Cohere's client
                 Route("/", self.page),
                 Route("/health", self.health),
                 Route("/metrics", self.counts),
@@ -159,6 +162,9 @@ class Server:
     async def score(self, request: Request) -> Response:
         return await self._texts(request, SCORE, "text_2", texts.scores)
 
+    async def rerank(self, request: Request) -> Response:
+        return await self._texts(request, RERANK, "documents", texts.rerank)
+
     async def _texts(
         self, request: Request, fields: dict[str, Field], required: str,
         answer: Callable[[dict[str, Any], Served], dict[str, Any]],
@@ -178,26 +184,31 @@ class Server:
         if is_text(prompts[0]):
             prompts = await self._prompts.texts(served, prompts, "prompt", served.tokenizer.encode)
         constraint = await self._constraint(said, served, lambda grammar: served.grammars.constraint(grammar))
-        ask = Ask(served, [], self._sampling(said, served, said.get("max_tokens", 16)), constraint=constraint)
-        replies = self._replies(said, ask, prompts, "prompt")
         echo, top = said.get("echo", False), said.get("logprobs")
-        echoed = lambda reply: served.tokenizer.decode(reply.ask.prompt) if echo else ""
+        sampling = self._sampling(said, served, said.get("max_tokens", 16))
+        ask = Ask(served, [], sampling, constraint=constraint, likeliest=bool(top))
+        replies = self._replies(said, ask, prompts, "prompt")
+        start = lambda reply: None if echo else reply.ask.prompt[-1]
+        scores = {} if top is None else {reply: Scores(served.tokenizer, start(reply), top) for reply in replies}
+
+        def content(reply: Reply, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
+            return {"text": text, "logprobs": scores[reply].completion(tokens) if scores else None}
+
+        openings, echoed = {}, {}
+        for reply in replies if echo else ():
+            if scores and reply.ask not in echoed:  # one pass for all replies to a prompt
+                echoed[reply.ask] = await self.worker.score(served, reply.ask.prompt)
+            text, tokens = served.tokenizer.decode(reply.ask.prompt), echoed.get(reply.ask, [])
+            openings[reply] = await asyncio.to_thread(content, reply, text, tokens)
         if said.get("stream"):
-            if top is not None:
-                raise Refusal("logprobs of completions cannot be streamed.", "logprobs")
-            shown = lambda text: {"text": text, "logprobs": None}
-            openings = {reply: shown(echoed(reply)) for reply in replies if echo}
-            gained = lambda gain: shown(gain.parts.answer)
+            gained = lambda reply, gain: content(reply, gain.parts.answer, gain.tokens)
             return self._stream(said, "cmpl", "text_completion", replies, openings, gained)
 
         await unless_gone(request, self._finish(replies))
         contents = []
         for reply in replies:
-            logprobs = None
-            if top is not None:
-                start = 0 if echo else len(reply.ask.prompt)
-                logprobs = await self._scored(reply, Scores.completion, start, top)
-            contents.append({"text": echoed(reply) + reply.text, "logprobs": logprobs})
+            written = await asyncio.to_thread(content, reply, reply.text, reply.tokens)
+            contents.append(joined(openings[reply], written) if echo else written)
         return self._whole("cmpl", "text_completion", replies, contents)
 
     async def chat(self, request: Request) -> Response:
@@ -222,26 +233,20 @@ class Server:
             served, [], self._sampling(said, served, new), special=tokenizer.delimiters(tools), reader=reader,
             constraint=constraint, images=images,
             parallel=said.get("parallel_tool_calls", True) and not is_object(chosen),
+            likeliest=bool(said.get("top_logprobs")),
         )  # fmt: skip
         replies = self._replies(said, ask, [prompt], "messages")
+        top = said.get("top_logprobs", 0)
+        scores = {reply: Scores(tokenizer, prompt[-1], top) for reply in replies} if said.get("logprobs") else {}
+        of = lambda reply, tokens: {"logprobs": scores[reply].chat(tokens)} if scores else {}
         if said.get("stream"):
-            if said.get("logprobs") and (said.get("top_logprobs") or not has_logprobs(ask.sampling)):
-                raise Refusal("logprobs are streamed without top_logprobs, at temperature 0 or 1.", "logprobs")
             openings = {reply: {"delta": {"role": "assistant", "content": ""}} for reply in replies}
-
-            def deltas(gain: Gain) -> dict[str, Any]:
-                scores = Scores.drawn(tokenizer, gain.tokens, gain.logprobs)
-                return {"delta": delta(gain)} | ({"logprobs": scores.chat(1, 0)} if said.get("logprobs") else {})
-
-            return self._stream(said, "chatcmpl", "chat.completion.chunk", replies, openings, deltas)
+            gained = lambda reply, gain: {"delta": delta(gain)} | of(reply, gain.tokens)
+            return self._stream(said, "chatcmpl", "chat.completion.chunk", replies, openings, gained)
 
         await unless_gone(request, self._finish(replies))
-        contents, top = [], said.get("top_logprobs", 0)
-        for reply in replies:
-            logprobs = None
-            if said.get("logprobs"):
-                logprobs = await self._scored(reply, Scores.chat, len(prompt), top)
-            contents.append({"message": message(reply.parts), "logprobs": logprobs})
+        write = lambda reply: {"message": message(reply.parts)} | of(reply, reply.tokens)
+        contents = [await asyncio.to_thread(write, reply) for reply in replies]
         return self._whole("chatcmpl", "chat.completion", replies, contents)
 
     def _begun(self, served: Served, prompt: list[int], chosen: Any) -> str:
@@ -350,7 +355,7 @@ class Server:
         kind: str,
         replies: list[Reply],
         openings: dict[Reply, dict[str, Any]],
-        gained: Callable[[Gain], dict[str, Any]],
+        gained: Callable[[Reply, Gain], dict[str, Any]],
     ) -> Response:
         """Streams server-sent events: the openings, then what replies gain, as it comes, then the usage if asked."""
         counted = said.get("stream_options") == {"include_usage": True}
@@ -362,8 +367,9 @@ class Server:
             try:
                 async with contextlib.aclosing(self.worker.write(replies)) as gains:
                     async for reply, gain, finish in gains:
-                        if gain.parts != Piece() or finish or said.get("logprobs"):
-                            yield event(head | {"choices": [choice(reply, gained(gain), finish)]})
+                        content = gained(reply, gain)
+                        if gain.parts != Piece() or finish or content.get("logprobs"):
+                            yield event(head | {"choices": [choice(reply, content, finish)]})
             except Refusal as error:
                 yield event(error.body)
             except Exception as error:  # too late for another status
@@ -374,26 +380,6 @@ class Server:
                 yield "data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
-
-    async def _scored(
-        self, reply: Reply, form: Callable[[Scores, int, int], dict[str, Any]], start: int, top: int
-    ) -> dict[str, Any]:
-        """Returns log-probabilities from token `start` of prompt and reply on: the engine's, or those of a new pass.
-
-        The engine has those of drawn tokens alone.
-        """
-        served, prompt = reply.ask.served, reply.ask.prompt
-        if top == 0 and start == len(prompt) and has_logprobs(reply.ask.sampling):
-            scores = Scores.drawn(served.tokenizer, [*prompt[-1:], *reply.tokens], reply.logprobs)
-            return await asyncio.to_thread(form, scores, 1, 0)
-        tokens = prompt + reply.tokens
-        scores = Scores(served.tokenizer, tokens, *await self.worker.score(served, tokens))
-        return await asyncio.to_thread(form, scores, start, top)
-
-
-def has_logprobs(sampling: Sampling) -> bool:
-    """Whether the engine's log-probabilities are the model's own: those at another temperature are scaled by it."""
-    return sampling.temperature in (0, 1)
 
 
 def tools_of(said: dict[str, Any]) -> Tools:

@@ -1,6 +1,7 @@
-"""Answers requests for embeddings and scores of texts, in the forms of OpenAI's API and of vLLM's."""
+"""Answers requests for embeddings, scores and rankings of texts, in the forms of OpenAI, vLLM, and Jina and Cohere."""
 
 import base64
+import uuid
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,30 @@ def embeddings(said: dict[str, Any], served: Served) -> dict[str, Any]:
 
 def scores(said: dict[str, Any], served: Served) -> dict[str, Any]:
     """Scores each of `text_2` by how well it answers `text_1`, in the models' thread."""
-    if "text_1" not in said:
-        raise Refusal("text_1 is missing.", "text_1")
-    texts, options = texts_of(said, "text_2"), {"instruction": said["instruction"]} if "instruction" in said else {}
-    ranked = retrieval.rank(served.model, served.tokenizer, said["text_1"], texts, **options)
+    texts = texts_of(said, "text_2")
+    ranked = ranking(said, served, "text_1", texts)
     data = [{"object": "score", "index": each.index, "score": each.score} for each in sorted(ranked)]
     return {"object": "list", "data": data, "model": served.name, "usage": usage(served, [said["text_1"], *texts])}
+
+
+def rerank(said: dict[str, Any], served: Served) -> dict[str, Any]:
+    """Ranks `documents` by how well they answer `query`, the best first, in the models' thread."""
+    texts = texts_of(said, "documents")
+    document = lambda n: {"document": {"text": texts[n]}} if said.get("return_documents", True) else {}
+    results = [
+        {"index": each.index} | document(each.index) | {"relevance_score": each.score}
+        for each in ranking(said, served, "query", texts)[: said.get("top_n")]
+    ]
+    head = {"id": f"rerank-{uuid.uuid4().hex}", "model": served.name}
+    return head | {"usage": usage(served, [said["query"], *texts]), "results": results}
+
+
+def ranking(said: dict[str, Any], served: Served, query: str, texts: list[str]) -> list[retrieval.Ranked]:
+    """Ranks texts by the field `query`, and by `instruction` if it is there."""
+    if query not in said:
+        raise Refusal(f"{query} is missing.", query)
+    options = {"instruction": said["instruction"]} if "instruction" in said else {}
+    return retrieval.rank(served.model, served.tokenizer, said[query], texts, **options)
 
 
 def texts_of(said: dict[str, Any], field: str) -> list[str]:

@@ -22,7 +22,7 @@ from zoo.generation.engine import Completion, Engine, bucket
 from zoo.nn.model import AbstractModel
 from zoo.serve.fields import TOP, Refusal
 from zoo.serve.metrics import Metrics
-from zoo.serve.reply import Gain, Reply
+from zoo.serve.reply import Gain, Reply, Token
 from zoo.serve.served import Served
 
 
@@ -98,12 +98,12 @@ class Worker(threading.Thread):
         self._metrics.add("zoo_generated_tokens_total", sum(map(len, new.values())), model=served.name)
         for completion, tokens in new.items():
             reply, deliver = self._running[completion]
-            logprobs = completion.logprobs[len(completion.logprobs) - len(tokens) :]
+            logprobs, likeliest = completion.logprobs[-len(tokens) :], completion.likeliest[-len(tokens) :]
             if np.isnan(logprobs).any():
                 self._cancel([reply])
                 deliver(no_numbers())
                 continue
-            gain = reply.push(tokens, logprobs)
+            gain = reply.push(list(map(Token, tokens, logprobs, likeliest or [{}] * len(tokens))))
             if completion.ended and reply.constraint is not None and not reply.constraint.complete:
                 deliver(Refusal("The grammar got too complex for this reply, and ended it.", status=500))
             else:
@@ -156,8 +156,8 @@ class Worker(threading.Thread):
         finally:
             self._inbox.put(functools.partial(self._cancel, left))
 
-    async def score(self, served: Served, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Computes, for each token but the first, its log-probability, and the `TOP` likeliest tokens with theirs.
+    async def score(self, served: Served, tokens: list[int]) -> list[Token]:
+        """Computes the log-probability of each token of a text but the first, and the `TOP` likeliest in its place.
 
         This takes one forward pass, padded to a power of two so that few lengths are compiled. Compiling is done in
         another thread, while replies go on.
@@ -171,7 +171,8 @@ class Worker(threading.Thread):
         n = len(tokens) - 1
         if np.isnan(own[:n]).any():
             raise no_numbers()
-        return own[:n], ids[:n], values[:n]
+        likeliest = [dict(zip(*each, strict=True)) for each in zip(ids[:n].tolist(), values[:n].tolist(), strict=True)]
+        return [Token(tokens[0], None, {}), *map(Token, tokens[1:], own[:n].tolist(), likeliest)]
 
     async def call(self, function: Callable[[], T]) -> T:
         """Calls a function in the models' thread, and returns what it returns."""
@@ -200,6 +201,7 @@ class Worker(threading.Thread):
                 self._metrics.add("zoo_prompt_tokens_total", len(ask.prompt), model=ask.served.name)
                 completions = engine.submit(
                     ask.prompt, ask.sampling, samples=len(same), images=ask.images, owner=deliver,
+                    top=TOP if ask.likeliest else 0,  # one number, so that one further program is compiled
                     constrained=[reply.constraint for reply in same if reply.constraint is not None],
                 )  # fmt: skip
                 for completion, reply in zip(completions, same, strict=True):
