@@ -116,12 +116,9 @@ def texts_of(model: AbstractModel, batch: Batch, texts: int, parts: int = 1) -> 
         rows = split(dict(batch), parts)
         vectors, reports = loss.by_parts(lambda rows: read(rows)[0], rows), ()
         whole = {name: array.reshape(-1, array.shape[-1]) for name, array in rows.items()}
-    member = whole["segments"][:, None] == jnp.arange(1, GROUPS * texts + 1)[None, :, None]
-    last = member & (whole["loss_mask"] != 0)[:, None]
-    numbers = jnp.max(jnp.where(last, whole["targets"][:, None], -1), axis=-1)
-    scores = jnp.zeros(numbers.shape)
-    if "score" in whole:
-        scores = jnp.sum(jnp.where(last, whole["score"][:, None], 0), axis=-1)
+    options: Any = dict(segments=whole["segments"], mask=whole["loss_mask"], documents=GROUPS * texts)
+    numbers = loss.at_last(whole["targets"], **options)
+    scores = loss.per_document(whole["score"], **options) if "score" in whole else jnp.zeros(numbers.shape)
     groups = lambda array: array.reshape(-1, texts, *array.shape[2:])
     return Texts(groups(vectors.reshape(*numbers.shape, -1)), groups(numbers), groups(scores)), reports
 

@@ -85,6 +85,17 @@ def per_document(
     return jnp.sum(jnp.where(here, values[:, None, :], 0), axis=-1)
 
 
+def at_last(
+    values: Int[Array, "batch seq"], segments: Int[Array, "batch seq"], mask: Mask, documents: int
+) -> Int[Array, "batch documents"]:
+    """Returns each document's largest value, such as its only one, where `mask` is not 0; -1 if there is none.
+
+    `documents` is as for `per_document`; values are not negative.
+    """
+    here = (segments[:, None, :] == jnp.arange(1, documents + 1)[None, :, None]) & (mask != 0)[:, None, :]
+    return jnp.max(jnp.where(here, values[:, None, :], -1), axis=-1)
+
+
 # ======================================================================================================================
 # Preferences. `chosen` and `rejected` are log-ratios of completions, log pi(y|x) - log ref(y|x), except in `orpo`.
 # ======================================================================================================================

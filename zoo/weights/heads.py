@@ -22,6 +22,7 @@ from zoo.weights.reading import Stored
 
 
 CLASSIFIER = "ForSequenceClassification"
+SEVERAL = "multi_label_classification"  # as problem_type
 ENDING = re.compile("(ForCausalLM|LMHeadModel|ForConditionalGeneration|TextModel)$")  # of transformers' classes
 ACTIVATIONS: dict[str, Activation] = {
     "torch.nn.modules.linear.Identity": "Identity", "torch.nn.modules.activation.Tanh": "Tanh"
@@ -82,13 +83,19 @@ def described(kind: Kind, hub: Mapping[str, Any], config: AbstractConfig) -> Abs
     width, pad, key = config.hidden_size, (hub.get("text_config") or hub).get("pad_token_id"), jax.random.key(0)
     if kind == "reward":
         return eqx.filter_eval_shape(lambda: RewardHead(width, pad, key=key))
-    return eqx.filter_eval_shape(lambda: ClassificationHead(width, labels_in(hub), pad, key=key))
+    labels, several = labels_in(hub), has_several_labels(hub)
+    return eqx.filter_eval_shape(lambda: ClassificationHead(width, labels, pad, several=several, key=key))
 
 
 def labels_in(hub: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the labels of a classifier's config.json, in the order of its outputs; () if it has none."""
     names = hub.get("id2label") or {}
     return tuple(names[n] for n in sorted(names, key=int))
+
+
+def has_several_labels(hub: Mapping[str, Any]) -> bool:
+    """Whether a text may have several of the labels of a classifier's config.json."""
+    return hub.get("problem_type") == SEVERAL
 
 
 def is_classifier(hub: Mapping[str, Any]) -> bool:
@@ -204,6 +211,7 @@ def config_keys(head: AbstractHead, hub: Mapping[str, Any], source: pathlib.Path
         keys["pad_token_id"] = head.pad
         keys["id2label"] = {str(n): label for n, label in enumerate(labels)}
         keys["label2id"] = {label: n for n, label in enumerate(labels)}
+        keys |= {"problem_type": SEVERAL} if isinstance(head, ClassificationHead) and head.several else {}
     return keys
 
 
