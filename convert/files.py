@@ -34,7 +34,9 @@ COMPANIONS = (
     "processor_config.json",
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
+    "decision.json",
 )
+DECISION = "decision.json"  # how a model answers questions by the labels of their options (`zoo.text.questions`)
 # Files of sentence-transformers' modules behind the model: which there are, how they are made, and their weights.
 MODULES = "modules.json"
 MODULE_CONFIGS = "*_Pooling/config.json", "*_Dense/config.json"

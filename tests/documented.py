@@ -43,6 +43,7 @@ SMALL = {
     "train.dpo": f"{SHORT} --batch 4",
     "train.reward": f"{SHORT} --batch 4",
     "train.classify": f"{SHORT} --batch 4",
+    "train.embed": f"{SHORT} --batch 4",
     "train.distill": f"{SHORT} --batch 4",
     "train.grpo": "--seq-len 128 --steps 1 --prompts 2 --group 2 --rollout-batch 4 --max-new-tokens 4",
     "train.prepare": "--seq-len 128 --workers 1",

@@ -117,7 +117,7 @@ from zoo.models import (
     smollm3,
 )
 from zoo.registry import register
-from zoo.retrieval import embed, rank
+from zoo.retrieval import decide, embed, rank
 from zoo.source import names
 from zoo.weights import peft
 
@@ -132,6 +132,7 @@ __all__ = [
     "capture",
     "complete",
     "config",
+    "decide",
     "embed",
     "evaluate",
     "fingerprint",

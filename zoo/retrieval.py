@@ -1,12 +1,12 @@
-"""Embeds texts, and ranks them by how well they answer a query: `zoo.embed`, `zoo.rank`.
+"""Embeds texts, ranks them by how well they answer a query, and decides: `zoo.embed`, `zoo.rank`, `zoo.decide`.
 
 model, tokenizer = zoo.load("qwen3-embedding-0.6b", head="embedding"), zoo.tokenizer("qwen3-embedding-0.6b")
 zoo.embed(model, tokenizer, ["A text.", "Another."])  # [2, 1024], each of length 1
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,6 +17,8 @@ from jaxtyping import Array, Float, Int
 from zoo.generation.engine import bucket
 from zoo.nn.heads import ClassificationHead, EmbeddingHead, normalized, pool
 from zoo.nn.model import AbstractModel
+from zoo.text import questions as asking
+from zoo.text.questions import Question, Settings
 from zoo.text.tokenizer import Tokenizer
 from zoo.weights.gather import gathered
 
@@ -124,6 +126,47 @@ def rank(
     return [Ranked(int(index), float(scores[index])) for index in order]
 
 
+def decide(
+    model: AbstractModel,
+    tokenizer: Tokenizer,
+    state: Any,
+    questions: Mapping[str, Mapping[str, Any]],
+    *,
+    settings: Settings | None = None,
+    batch: int = 32,
+) -> dict[str, dict[str, Any]]:
+    """Answer questions about a state, a text or any JSON, each in one pass and without sampling, as transformers does.
+
+    Any language model decides: an option's probability is the softmax, over the labels of the question's options alone,
+    of the logits of the next token, divided by the temperature of the question's type.
+
+    Args:
+        model: a language model, without a head.
+        questions: name -> question (see `zoo.text.questions`), such as {"type": "choice", "instructions": "What is the
+            tone?", "criteria": {"calm": None, "pushy": "Presses the reader"}}.
+        settings: labels and temperatures; None: those of decision.json beside the tokenizer.
+        batch: number of questions that are read at a time.
+
+    Returns:
+        Name -> answer: {"type": "choice", "choice", "confidence", "probabilities"}, {"type": "noul", "noul"} with the
+        probability of yes, or {"type": "score", "score", "legend", "confidence", "probabilities"} with the mean level.
+
+    Raises:
+        ValueError: a question has another format, or the model has a head, or labels are no single tokens.
+    """
+    if model.head is not None:
+        raise ValueError("The model has a head, and decisions are read from a language model's logits.")
+    settings = Settings.of(tokenizer.folder) if settings is None else settings
+    asked = {name: Question.of(question, settings) for name, question in questions.items()}
+    most, answers = _most(model, tokenizer), {}
+    ids = [asking.encode(state, question, tokenizer, most) for question in asked.values()]
+    rows = _batched(functools.partial(_next_logits, model), ids, batch) if ids else ()
+    for (name, question), logits in zip(asked.items(), rows, strict=True):
+        of_labels = logits[asking.label_ids(question, tokenizer)] / settings.temperature[question.kind]
+        answers[name] = question.answer(np.asarray(jax.nn.softmax(of_labels)).tolist())
+    return answers
+
+
 def _cosines(a: Float[np.ndarray, " width"], b: Float[np.ndarray, "texts width"]) -> Float[np.ndarray, " texts"]:
     length = lambda x: np.maximum(np.linalg.norm(x, axis=-1), 1e-12)
     return b @ a / (length(b) * length(a))
@@ -181,6 +224,12 @@ def _judged(
     model: AbstractModel, answers: Int[np.ndarray | Array, " 2"], tokens: Tokens, segments: Tokens
 ) -> Float[Array, " batch"]:
     """Computes the logit of the second answer minus that of the first, after each row's text."""
-    x, _, _ = model.hidden(jnp.asarray(tokens), segments=jnp.asarray(segments))
-    logits = model.unembed(pool(x, jnp.asarray(segments)[:, None] != 0, "lasttoken")[:, 0]).astype(jnp.float32)
+    logits = _next_logits(model, tokens, segments)
     return logits[:, answers[1]] - logits[:, answers[0]]
+
+
+@eqx.filter_jit
+def _next_logits(model: AbstractModel, tokens: Tokens, segments: Tokens) -> Float[Array, "batch vocab"]:
+    """Computes the logits of the token that follows each row's text."""
+    x, _, _ = model.hidden(jnp.asarray(tokens), segments=jnp.asarray(segments))
+    return model.unembed(pool(x, jnp.asarray(segments)[:, None] != 0, "lasttoken")[:, 0]).astype(jnp.float32)

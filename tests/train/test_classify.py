@@ -1,6 +1,7 @@
 """Classifiers: the loss is of each text's last token, whatever its row, and what is trained is what is exported."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from train import classify
 from train.data import labelled
 from train.data.labelled import LABELLED
 from train.data.records import open_records
+from train.evaluate import calibration
 from train.watch.metrics import read_metrics
 from zoo.nn.heads import ClassificationHead
 from zoo.surgery import with_head
@@ -133,16 +135,96 @@ def test_chats_are_rendered_and_labels_are_numbers(base, tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": "abc", "label": 1}) + "\n")
     (record,) = open_records(tmp_path / "data.jsonl", 0.0)[0]
     tokenizer = zoo.tokenizer("tiny")
-    encode = lambda fields, **options: (
-        labelled.encode(
-            record._replace(fields=fields), tokenizer, **dict(labels=("0", "1"), pad=None, seq_len=64) | options
-        ).fields
+    encode = lambda fields, **options: labelled.encode(
+        record._replace(fields=fields), tokenizer, **dict(labels=("0", "1"), pad=None, seq_len=64) | options
     )
-    found = encode({"text": "abc def", "label": 1})
-    assert found["tokens"] == [*tokenizer.encode("abc def"), 1] and found["loss_mask"][-2:] == [0, 1]
+    assert encode({"text": "abc def", "label": 1}) == (tokenizer.encode("abc def"), 1, ())
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-    assert encode({"messages": chat, "label": 0})["tokens"] == [*tokenizer.encode_all(chat), 0]
+    assert encode({"messages": chat, "label": 0}) == (tokenizer.encode_all(chat), 0, ())
     cut = encode({"text": "abc def " * 9, "label": 1}, seq_len=3)
-    assert cut["tokens"] == [*tokenizer.encode("abc def " * 9)[:3], 1]
+    assert cut.ids == tokenizer.encode("abc def " * 9)[:3]
     ends = encode({"text": "abc def", "label": 1}, pad=tokenizer.encode("abc def")[-1])
-    assert ends["tokens"] == [*tokenizer.encode("abc def")[:-1], 1], "what heads take for padding is left out"
+    assert ends.ids == tokenizer.encode("abc def")[:-1], "what heads take for padding is left out"
+
+
+def test_several_labels(base, tmp_path):
+    """Each label is learnt by its own, with transformers' loss, and the exported model says that there are several."""
+    random = np.random.RandomState(0)
+    words = ["".join(random.choice(list("abcdef"), random.randint(1, 5))) for _ in range(120)]
+    lines = [json.dumps({"text": word, "labels": sorted({*word} & {"a", "b"})}) for word in words]
+    (tmp_path / "labels.jsonl").write_text("\n".join(lines) + "\n")
+    command(*arguments(base, tmp_path / "labels.jsonl", tmp_path / "run"))
+    before, *_, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert before["validation_loss"] == pytest.approx(np.log(2), abs=0.2) and last["validation_loss"] < 0.6
+    model = zoo.load(tmp_path / "run" / "model", head="classification")
+    assert model.head.several and model.head.labels == ("a", "b")
+    held_out = [record.fields for record in open_records(tmp_path / "labels.jsonl", 0.2)[1]]
+    logits, _ = classes(model, base, [each["text"] for each in held_out])
+    right = np.array([[label in each["labels"] for label in "ab"] for each in held_out])
+    loss = np.mean(np.log1p(np.exp(logits)) - right * np.asarray(logits))
+    assert loss == pytest.approx(last["validation_loss"], rel=2e-2)
+    assert np.mean(((logits > 0) == right).all(axis=1)) == pytest.approx(last["validation_accuracy"])
+    with pytest.raises(SystemExit, match="has a label, and other records have several"):
+        (tmp_path / "bad.jsonl").write_text(lines[0] + "\n" + json.dumps({"text": "a", "label": "a"}) + "\n")
+        command(*arguments(base, tmp_path / "bad.jsonl", tmp_path / "bad", "--hold-out", 0))
+
+
+def question(word):
+    """Returns a record with a question about a word: its length, its first letter, or the number of its letters a."""
+    match len(word) % 3:
+        case 0:
+            asked = {"type": "choice", "criteria": {"low": None, "high": "late"}}
+            answer = ["low", "high"][word[0] > "d"]
+        case 1:
+            asked, answer = {"type": "noul", "instructions": "early"}, word[0] < "e"
+        case _:
+            asked, answer = {"type": "score", "criteria": ["no", "one", "many"]}, min(word.count("a"), 2)
+    return {"state": word, "question": asked, "answer": answer}
+
+
+def test_decisions(base, tmp_path):
+    """A language model learns to answer questions in one pass; zoo.decide answers as the run did, with temperatures."""
+    shutil.copytree(base / "model", tmp_path / "model")
+    (tmp_path / "model" / "decision.json").write_text(json.dumps({"labels": {"noul": ["Y", "N"]}}))
+    random = np.random.RandomState(0)
+    words = ["".join(random.choice(list("abcdefgh"), random.randint(3, 6))) for _ in range(160)]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(question(word)) + "\n" for word in words))
+    more = ("--model", tmp_path / "model", "--seq-len", 64, "--steps", 30, "--eval-every", 30)
+    command(*arguments(base, tmp_path / "asked.jsonl", tmp_path / "run", *more))
+    before, *_, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert last["validation_loss"] < before["validation_loss"]
+    assert last["validation_calibrated_error"] >= 0 and last["validation_accuracy"] > before["validation_accuracy"]
+    model, tokenizer = zoo.load(tmp_path / "run" / "model"), zoo.tokenizer(tmp_path / "run" / "model")
+    settings = json.loads((tmp_path / "run" / "model" / "decision.json").read_text())
+    assert settings["temperature"] == {
+        kind: pytest.approx(last[f"validation_temperature_{kind}"]) for kind in ("choice", "noul", "score")
+    }
+    right = []
+    for record in open_records(tmp_path / "asked.jsonl", 0.2)[1]:
+        state, asked, answer = (record.fields[name] for name in ("state", "question", "answer"))
+        found = zoo.decide(model, tokenizer, state, {"it": asked})["it"]
+        match asked["type"]:
+            case "noul":
+                right.append((found["noul"] > 0.5) == answer)
+            case _:
+                best = max(found["probabilities"], key=found["probabilities"].get)
+                right.append(best == str(answer))
+    assert np.mean(right) == pytest.approx(last["validation_accuracy"])
+    with pytest.raises(SystemExit, match="the answer 'middle' is none of low, high"):
+        asked = question("abc") | {"answer": "middle"}
+        (tmp_path / "bad.jsonl").write_text(json.dumps(asked) + "\n")
+        command(*arguments(base, tmp_path / "bad.jsonl", tmp_path / "bad", *more, "--hold-out", 0))
+    with pytest.raises(SystemExit, match="The label 'Yes' is no single token"):
+        command(*arguments(base, tmp_path / "asked.jsonl", tmp_path / "no"))
+
+
+def test_calibration():
+    """Probabilities of 0.75 that are right half of the time are off by 0.25, and a temperature mends that."""
+    logits = np.log(np.array([[3.0, 1.0]] * 8, np.float32))
+    arrays = logits, np.arange(8) % 2, np.zeros(8, int), np.ones(8, bool)
+    found = calibration.Answers(*map(jnp.asarray, arrays))
+    numbers = calibration.metrics(found, several=False)
+    assert numbers["calibration_error"] == pytest.approx(0.25)
+    assert numbers["temperature_choice"] == pytest.approx(10) and numbers["calibrated_error"] < 0.03
+    found = found._replace(target=jnp.array([0, 1, 0, 0, 0, 1, 0, 0]))
+    assert calibration.metrics(found, several=False)["temperature_choice"] == pytest.approx(1, abs=0.03)

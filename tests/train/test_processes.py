@@ -132,6 +132,7 @@ def folder(tmp_path_factory):
 FINE_TUNING = ["--steps", "4", "--save-every", "3", "--eval-every", "2", "--sample-every", "4"]
 ADAPTERS = ["--steps", "2", "--lora.rank", "4", "--quantize", "int8"]
 GRPO = ["--steps", "2", "--prompts", "2", "--group", "4", "--max-new-tokens", "8"]
+EMBEDDING = ["--steps", "2", "--eval-every", "2"]
 PRETRAINING = ["--steps", "12", "--hold-out", "0"]
 REPLICAS = ["--mesh", "replica=2,fsdp=2"]  # in each replica two devices share the state
 
@@ -170,6 +171,7 @@ def two(folder):
         "dry": script("sft", folder / "dry", *FINE_TUNING, "--dry-run"),
         "adapters": script("sft", folder / "adapters-two", *ADAPTERS),
         "grpo": script("grpo", folder / "grpo-two", *GRPO),
+        "embed": script("embed", folder / "embed-two", *EMBEDDING),
         "bad": ["bad_steps", str(bad), str(folder / "bad-steps"), "--model", str(folder / "model"), *map(str, BAD)],
         "generate": ["generate"],
         "wrong": script("sft", folder / "wrong", "--mesh", "fsdp=3"),
@@ -230,10 +232,13 @@ def test_fine_tuning(folder, two):
     [
         ("adapters", ("sft", ADAPTERS), ("loss", "validation_loss", "grad_norm")),
         ("grpo", ("grpo", GRPO), ("loss", "reward", "length", "entropy")),
+        ("embed", ("embed", EMBEDDING), ("loss", "validation_loss", "validation_mrr", "grad_norm")),
     ],
 )
 def test_two_processes_do_what_one_does(folder, two, name, task, seen):
-    """Two processes equal one with adapters, which both export together, and with samples, which both draw alike."""
+    """Two processes equal one with adapters, which both export together, with samples, which both draw alike, and with
+    the negatives of all devices.
+    """
     alone(script(task[0], folder / f"{name}-one", *task[1]))
     ours, theirs = (metrics(folder / f"{name}-{processes}") for processes in ("two", "one"))
     assert len(ours) == len(theirs) == 3

@@ -4,6 +4,7 @@ The embeddings of test_embeddings are recorded, so that they are tested without 
 """
 
 import json
+import pathlib
 import shutil
 import string
 
@@ -22,6 +23,8 @@ from tests.zoo.programs import STACKS, on_host, same
 from zoo import retrieval
 from zoo.nn.heads import ClassificationHead, EmbeddingHead, RewardHead, pool
 from zoo.surgery import partition_specs, with_head
+from zoo.text import questions
+from zoo.text.questions import Settings
 
 
 TEXTS = ["abc", "the quick brown fox jumps over the lazy dog", "x", "hello world"]
@@ -351,6 +354,61 @@ def test_ranking(judge):
         zoo.rank(several, tokenizer, "fox", texts)
     with pytest.raises(ValueError, match="has no head for embeddings: load it with head='embedding'"):
         zoo.embed(model, tokenizer, texts)
+
+
+QUESTIONS = {
+    "tone": {"type": "choice", "instructions": "What is the tone?", "criteria": {"calm": None, "pushy": "Presses"}},
+    "spam": {"type": "noul", "instructions": "Is it spam?"},
+    "urgent": {"type": "score", "instructions": {"ask": "urgent"}, "criteria": ["Can wait", "This week", "Today"]},
+}
+STATE = {"message": "WIN a FREE iPhone", "n": 3}
+YES = Settings.of(pathlib.Path())._replace(
+    labels={"choice": string.ascii_uppercase, "score": string.ascii_uppercase, "noul": ("yes", "no")},
+    temperature={"choice": 2.0, "score": 1.0, "noul": 0.5},
+)
+
+
+def test_decisions(judge):
+    """Each option has the softmax, over the labels of the options alone, of the logits of the next token."""
+    model, tokenizer = judge
+    found = zoo.decide(model, tokenizer, STATE, QUESTIONS, settings=YES)
+    for name, labels, temperature in (("tone", "AB", 2), ("spam", ("yes", "no"), 0.5), ("urgent", "ABC", 1)):
+        asked = questions.Question.of(QUESTIONS[name], YES)
+        logits = model(jnp.asarray([questions.encode(STATE, asked, tokenizer)]))[0, -1]
+        ids = np.array([tokenizer.encode(label)[0] for label in labels])
+        p = jax.nn.softmax(logits[ids] / temperature)
+        if name == "spam":
+            assert found[name]["noul"] == pytest.approx(float(p[0]), abs=1e-5)
+        else:
+            np.testing.assert_allclose(list(found[name]["probabilities"].values()), p, atol=1e-5)
+    assert found["urgent"]["score"] == pytest.approx(sum(n * float(each) for n, each in enumerate(p)), abs=1e-5)
+    assert zoo.decide(model, tokenizer, STATE, {}) == {}
+    with pytest.raises(ValueError, match="The labels Yes, No are not distinct single tokens"):
+        zoo.decide(model, tokenizer, STATE, {"spam": QUESTIONS["spam"]})
+    for wrong in ({"type": "rank"}, {"type": "score"}):
+        with pytest.raises(ValueError, match='a question must have the type "choice"'):
+            zoo.decide(model, tokenizer, STATE, {"x": wrong}, settings=YES)
+    many = {"type": "choice", "criteria": {str(n): None for n in range(27)}}
+    with pytest.raises(ValueError, match="a choice has at most 26 options, and this one has 27"):
+        zoo.decide(model, tokenizer, STATE, {"x": many}, settings=YES)
+
+
+@pytest.mark.live
+def test_questions_are_those_of_transformers():
+    """Prompts and answers are transformers'."""
+    theirs = pytest.importorskip("transformers.decision.template_utils")
+    config = pytest.importorskip("transformers.decision").DecisionConfig()
+    template = theirs._compile_jinja_template(theirs.DECISION_PROMPT)
+    more = {
+        "ads": {"type": "noul", "criteria": {"true": "ads", "false": None}},
+        "one": {"type": "score", "criteria": ["all"]},
+    }
+    settings = Settings.of(pathlib.Path())
+    for name, asked in (*QUESTIONS.items(), *more.items()):
+        ours, their = questions.Question.of(asked, settings), theirs.Question.from_request(name, asked, config)
+        assert questions.prompt(STATE, ours) == template.render(state=STATE, question=their)
+        p = np.random.RandomState(0).dirichlet(np.ones(len(ours.options))).tolist()
+        assert ours.answer(p) == their.answer(p)
 
 
 def test_what_is_refused(folders, embedders, classifier, tmp_path):

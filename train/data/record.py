@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 
-# The fields that `train.data.packing`, `train.data.preferences` and the rewards of `train.data.rewards` read. Formats
+# The fields that `train.data.packing`, the other kinds of records and the rewards of `train.data.rewards` read. Formats
 # that store columns read only these fields, or every column for a function of the user's.
+NUMBERED = tuple(f"negative_{n}" for n in range(1, 17))  # columns of several hard negatives
 KEYS = (
     "messages", "conversations", "prompt", "completion", "text", "tokens", "loss_mask", "tools", "images",
     "chosen", "rejected", "label", "answer", "tests",
     "question", "instruction", "input", "output",
+    "anchor", "positive", "negative", "query", "sentence1", "sentence2", "score", "scores", *NUMBERED,
+    "labels", "state",
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 A row is a dict of int32 arrays [seq]: `tokens`; `targets`, the token that follows each; `loss_mask`, 1 where the target
 is to be learnt; `segments`, which number the documents of a row from 1 and are 0 in its padding; and `positions`, from
 0 in each document. Rows of preferences have `desirable`, too. Rows with images have the arrays that
-`train.data.pictures` needs.
+`train.data.pictures` needs, and rows of texts with scores have `score`, of float32.
 
 The n-th row of a run follows from its seed alone: no buffer is shuffled, and nothing depends on the number of
 processes. So a resumed run finds batch n at once, and each process makes only the rows of its own devices.
@@ -33,6 +33,7 @@ from kernels.mesh import BATCH
 
 Row = dict[str, Shaped[np.ndarray, "seq ..."]]
 BITS = ("loss_mask", "desirable")  # arrays that are 0 or 1
+FLOATS = ("score",)  # arrays of float32
 ENDLESS = 2**31  # epochs; grain counts rows up to 2**63
 
 
@@ -68,6 +69,7 @@ def from_bytes(data: bytes, seq_len: int) -> Row:
     starts, used = ends - lengths, int(ends[-1])
     names = ("targets", "segments", "positions", *arrays)
     row = dict(zip(names, np.zeros((len(names), seq_len), np.int32), strict=True))
+    row |= {name: np.zeros(seq_len, np.float32) for name in FLOATS if name in arrays}
     row["targets"][: used - 1] = arrays["tokens"][1:]
     row["targets"][ends - 1] = last
     row["segments"][:used] = np.arange(1, len(lengths) + 1).repeat(lengths)

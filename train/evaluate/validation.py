@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 import rich
 from jax.sharding import Mesh
 
@@ -17,10 +18,12 @@ from train.evaluate.tasks import Tasks
 from train.state.checkpoint import Checkpoints
 from train.state.mesh import put_batch
 from train.state.state import TrainState
+from train.step.step import Batch
 from train.step.task import Task
 from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.surgery import cast
 from zoo.text.tokenizer import Tokenizer
+from zoo.weights.gather import gathered
 
 
 # Metrics that are better when they are lower; any other metric is better when it is higher. The names are those of
@@ -97,8 +100,14 @@ class Validation:
         self.options, self.task, self.mesh = options, task, mesh
         self.tasks = Tasks(options.tasks, tokenizer, config, mesh, dtype)
         self.evaluations: list[list] = []
-        objective = task.objective
-        self._sums = jax.jit(lambda model, batch, reference: objective(cast(model, dtype), batch, reference)[1:3])
+        objective, outputs = task.objective, task.measure.outputs if task.measure else lambda model, batch: ()
+
+        @jax.jit
+        def numbers(model: AbstractModel, batch: Batch, reference: Any) -> tuple[Any, Any]:
+            model = cast(model, dtype)
+            return objective(model, batch, reference)[1:3], outputs(model, batch)
+
+        self._numbers = numbers
 
     @timed("evaluation")
     def evaluate(self, model: AbstractModel, n: int, record: Callable[..., None]) -> dict[str, float]:
@@ -119,7 +128,7 @@ class Validation:
         return numbers
 
     def _means(self, model: AbstractModel) -> dict[str, float]:
-        """Computes the metrics of the validation data: the objective's means over targets.
+        """Computes the metrics of the validation data: the objective's means over targets, and the task's `measure`.
 
         If the task has a rollout, they are the rollout's means over prompts, with the same random numbers each time.
         """
@@ -132,12 +141,16 @@ class Validation:
             names = [name for name in drawn[0][0] if not name.endswith(("_errors", "_per_second"))]
             count = sum(size for _, size in drawn)
             return {name: sum(numbers[name] * size for numbers, size in drawn) / count for name in names}
-        found = [
-            self._sums(model, put_batch(batch, self.mesh, model, reference), reference)
-            for _, batch in zip(range(BATCHES), data, strict=False)
-        ]
+        found, outputs = [], []
+        for _, batch in zip(range(BATCHES), data, strict=False):
+            sums, arrays = self._numbers(model, put_batch(batch, self.mesh, model, reference), reference)
+            found.append(sums)
+            outputs.append(jax.tree.map(gathered, arrays))
         count, sums = jax.tree.map(lambda *a: sum(map(float, a)), *jax.device_get(found))
-        return {name: value / count for name, value in sums.items()}
+        means = {name: value / count for name, value in sums.items()}
+        if measure := self.task.measure:
+            means |= measure.metrics(jax.tree.map(lambda *arrays: np.concatenate(arrays), *outputs))
+        return means
 
     def best(self) -> int | None:
         """Returns the step that is best by the metric, whose checkpoint is kept; None without --best and --patience."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -101,8 +102,8 @@ def run(
     *,
     data: Mapping[str, Any],
     head: AbstractHead | None = None,
-) -> None:
-    """Trains the model that the options name, or its adapters.
+) -> pathlib.Path | None:
+    """Trains the model that the options name, or its adapters. Returns the folder of the result; None after a dry run.
 
     `data` is the identity of the data, which must not change until the run has ended. `head` is that of `load`.
     """
@@ -116,4 +117,5 @@ def run(
             options.state, freeze=options.freeze, adapters=options.lora.rank > 0, parts=options.parts, head=head,
         )  # fmt: skip
         if started := start(options, trained, task, mesh, tokenizer, identity):
-            loop.train(started)
+            return loop.train(started)
+    return None

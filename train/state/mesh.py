@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,7 +75,8 @@ def abstract_model(
     `parts` are names in `family.parts`. A `head` stands in the place of the output embeddings.
     """
     model = skeleton(family, config, parts)
-    model = model if head is None else with_head(model, eqx.filter_eval_shape(lambda: head))
+    of = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype)
+    model = model if head is None else with_head(model, jax.tree.map(of, head))
     places = shardings(model, family.partition_rules, mesh)
     return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
 

@@ -5,7 +5,7 @@ starts from. The log-probability of a completion is the sum of its tokens' log-p
 """
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +34,23 @@ def by_chunks(function: Callable[..., T], *arrays: Array, chunk: int = 2048) -> 
     """
     batch, seq = arrays[0].shape[:2]
     chunks = Chunks.of(batch, seq, chunk)
-    pieces = tuple(map(chunks.cut, arrays))
-    converted, closed = jax.closure_convert(function, *(a[0] for a in pieces))
+    return jax.tree.map(chunks.joined, by_parts(function, *map(chunks.cut, arrays)))
+
+
+def by_parts(function: Callable[..., T], *parts: Any) -> T:
+    """Computes `function(*part)` for each part along the first axis of `parts`, one after another, and stacks them.
+
+    The backward pass recomputes each part, so only one exists at a time. The gradients of arrays that `function` closes
+    over, such as a model's, are summed over the parts in float32.
+    """
+    converted, closed = jax.closure_convert(function, *jax.tree.map(lambda a: a[0], parts))
     wide = [a.astype(jnp.float32) if a.dtype.itemsize < 4 else a for a in closed]
 
-    def step(_: None, pieces: tuple[Array, ...]) -> tuple[None, T]:
+    def step(_: None, part: tuple[Any, ...]) -> tuple[None, T]:
         # Rounded within the scan, so that the scan sums the gradients in float32.
-        return None, converted(*pieces, *(w.astype(a.dtype) for w, a in zip(wide, closed, strict=True)))
+        return None, converted(*part, *(w.astype(a.dtype) for w, a in zip(wide, closed, strict=True)))
 
-    return jax.tree.map(chunks.joined, jax.lax.scan(jax.checkpoint(step, prevent_cse=False), None, pieces)[1])
+    return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), None, parts)[1]
 
 
 def logprobs(
@@ -75,6 +83,17 @@ def per_document(
     """
     here = (segments[:, None, :] == jnp.arange(1, documents + 1)[None, :, None]) & (mask != 0)[:, None, :]
     return jnp.sum(jnp.where(here, values[:, None, :], 0), axis=-1)
+
+
+def at_last(
+    values: Int[Array, "batch seq"], segments: Int[Array, "batch seq"], mask: Mask, documents: int
+) -> Int[Array, "batch documents"]:
+    """Returns each document's largest value, such as its only one, where `mask` is not 0; -1 if there is none.
+
+    `documents` is as for `per_document`; values are not negative.
+    """
+    here = (segments[:, None, :] == jnp.arange(1, documents + 1)[None, :, None]) & (mask != 0)[:, None, :]
+    return jnp.max(jnp.where(here, values[:, None, :], -1), axis=-1)
 
 
 # ======================================================================================================================
@@ -154,6 +173,43 @@ def bradley_terry(
     `centre` is the weight of (chosen + rejected)^2, which keeps rewards near 0 (arXiv:2312.09244, section 3).
     """
     return -jax.nn.log_sigmoid(chosen - rejected) + centre * jnp.square(chosen + rejected)
+
+
+# ======================================================================================================================
+# Embeddings.
+# ======================================================================================================================
+
+
+def info_nce(
+    scores: Float[Array, "anchors candidates"],
+    own: Bool[Array, "anchors candidates"],
+    counted: Bool[Array, "anchors candidates"],
+    *,
+    temperature: float,
+) -> Float[Array, " anchors"]:
+    """Computes InfoNCE, arXiv:1807.03748, eq. 4: -log of the softmax, over the candidates, at an anchor's own one.
+
+    The logits are `scores` / `temperature`. Candidates that are not `counted` are left out; the `own` one counts.
+    """
+    logits = jnp.where(counted | own, scores / temperature, -jnp.inf)
+    return jax.nn.logsumexp(logits, axis=1) - jnp.sum(jnp.where(own, logits, 0), axis=1)
+
+
+def cosent(
+    scores: Float[Array, " pairs"],
+    labels: Float[Array, " pairs"],
+    counted: Bool[Array, " pairs"],
+    *,
+    temperature: float,
+) -> Float[Array, ""]:
+    """Computes CoSENT, doi:10.1109/TASLP.2024.3402087: log(1 + the sum of exp((s_j - s_i) / `temperature`)).
+
+    The sum is over all (i, j) of which i has the higher label, so it falls as `scores` get the order of `labels`. Pairs
+    that are not `counted` are left out.
+    """
+    ordered = (labels[:, None] > labels[None]) & counted[:, None] & counted[None]
+    wrong = jnp.where(ordered, (scores[None] - scores[:, None]) / temperature, -jnp.inf)
+    return jax.nn.logsumexp(jnp.append(wrong.reshape(-1), 0.0))
 
 
 # ======================================================================================================================

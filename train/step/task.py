@@ -7,11 +7,20 @@ from typing import Any
 import grain
 import numpy as np
 
-from train.step.step import Objective
+from train.step.step import Batch, Objective
 from zoo.generation.generate import Encoded
+from zoo.nn.model import AbstractModel
 
 
 Rollout = Callable[[Any, Any, int], tuple[Sequence[Mapping[str, np.ndarray]], dict[str, float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """Metrics of all validation data together, such as ranks among all texts, beside the objective's means."""
+
+    outputs: Callable[[AbstractModel, Batch], Any]  # arrays of a batch, with one axis in common; compiled
+    metrics: Callable[[Any], dict[str, float]]  # of these arrays, those of all batches joined along that first axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +31,7 @@ class Task:
     objective: Objective  # for the validation data, too
     reference: Any = None  # another model that the objective gets
     validation: grain.IterDataset | None = None  # elements like those of the data
+    measure: Measure | None = None  # of the validation data
     prompts: Sequence[Encoded] = ()  # prompts whose continuations are printed as samples
     rollout: Rollout | None = None
     """(the model, an element of the data, the number of the step) -> `updates` batches, and metrics."""

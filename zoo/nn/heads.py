@@ -125,18 +125,22 @@ def normalized(x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
 class ClassificationHead(AbstractHead):
     """Computes logits of labels from the features of a text's last token: [batch, texts, labels].
 
-    It is transformers' ForSequenceClassification.
+    It is transformers' ForSequenceClassification. Probabilities are the softmax of the logits; or, if a text has
+    `several` labels, the sigmoid of each.
     """
 
     score: AbstractLinear
     labels: tuple[str, ...] = eqx.field(static=True)
     pad: int | None = eqx.field(static=True)
+    several: bool = eqx.field(static=True)
     kind: ClassVar[Kind] = "classification"
     bare: ClassVar[bool] = False
 
-    def __init__(self, hidden_size: int, labels: tuple[str, ...], pad: int | None, *, key: PRNGKeyArray):
+    def __init__(
+        self, hidden_size: int, labels: tuple[str, ...], pad: int | None, *, several: bool = False, key: PRNGKeyArray
+    ):
         self.score = Linear(hidden_size, len(labels), key=key)
-        self.labels, self.pad = labels, pad
+        self.labels, self.pad, self.several = labels, pad, several
 
     @property
     def tensors(self) -> Mapping[str, str]:

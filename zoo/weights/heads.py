@@ -15,7 +15,6 @@ import jax
 
 import convert.tensors
 from convert.files import MODULES, WEIGHTS, read_json
-from convert.tensors import Tensor
 from zoo.nn.heads import AbstractHead, Activation, ClassificationHead, Dense, EmbeddingHead, Kind, Pooling, RewardHead
 from zoo.nn.layers import Linear
 from zoo.nn.model import AbstractConfig
@@ -23,6 +22,7 @@ from zoo.weights.reading import Stored
 
 
 CLASSIFIER = "ForSequenceClassification"
+SEVERAL = "multi_label_classification"  # as problem_type
 ENDING = re.compile("(ForCausalLM|LMHeadModel|ForConditionalGeneration|TextModel)$")  # of transformers' classes
 ACTIVATIONS: dict[str, Activation] = {
     "torch.nn.modules.linear.Identity": "Identity", "torch.nn.modules.activation.Tanh": "Tanh"
@@ -57,10 +57,7 @@ def read(
     """
     rest = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name.split(".")}
     if kind == "embedding":
-        if not (folder / MODULES).is_file():
-            return EmbeddingHead(), rest
-        head, dense = _embedding(folder, config.hidden_size)
-        return head, rest | dense
+        return described(kind, hub, config), rest | _dense_tensors(folder)
     if "score.weight" not in rest:
         raise ValueError(
             f"{folder} has no score.weight, so it is no {CLASSIFIER}: zoo.surgery.with_head puts a new head on a "
@@ -76,13 +73,18 @@ def read(
 
 
 def described(kind: Kind, hub: Mapping[str, Any], config: AbstractConfig) -> AbstractHead:
-    """Return the skeleton of a head that config.json describes. That of an "embedding" has no linear maps."""
+    """Return the skeleton of the head that `hub`, the config.json, describes, and modules.json beside it.
+
+    Raises:
+        ValueError: modules.json lists modules that are not implemented.
+    """
     if kind == "embedding":
-        return EmbeddingHead()
+        return EmbeddingHead() if config.source is None else _embedding(config.source, config.hidden_size)
     width, pad, key = config.hidden_size, (hub.get("text_config") or hub).get("pad_token_id"), jax.random.key(0)
     if kind == "reward":
         return eqx.filter_eval_shape(lambda: RewardHead(width, pad, key=key))
-    return eqx.filter_eval_shape(lambda: ClassificationHead(width, labels_in(hub), pad, key=key))
+    labels, several = labels_in(hub), has_several_labels(hub)
+    return eqx.filter_eval_shape(lambda: ClassificationHead(width, labels, pad, several=several, key=key))
 
 
 def labels_in(hub: Mapping[str, Any]) -> tuple[str, ...]:
@@ -91,34 +93,56 @@ def labels_in(hub: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(names[n] for n in sorted(names, key=int))
 
 
+def has_several_labels(hub: Mapping[str, Any]) -> bool:
+    """Whether a text may have several of the labels of a classifier's config.json."""
+    return hub.get("problem_type") == SEVERAL
+
+
 def is_classifier(hub: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a model with a head for labels."""
     return any(str(name).endswith(CLASSIFIER) for name in hub.get("architectures") or ())
 
 
-def _embedding(folder: pathlib.Path, width: int) -> tuple[EmbeddingHead, dict[str, Stored]]:
-    """Read the modules of sentence-transformers: pooling, linear maps, and whether the result is normalised."""
+def _embedding(folder: pathlib.Path, width: int) -> EmbeddingHead:
+    """Return the skeleton of the head in sentence-transformers' files; without them, that of Qwen3-Embedding."""
     modules = _modules(folder)
     kinds = [kind for kind, _ in modules]
+    if not kinds:
+        return EmbeddingHead()
     known = ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]
     if kinds != known:
         raise ValueError(
             f"{folder / MODULES} lists {', '.join(kinds)}; implemented are Transformer, Pooling, any number of Dense, "
             "and Normalize, in this order."
         )
-    pooling, dense, tensors = _pooling(folder / modules[1][1]), [], {}
-    for n, (kind, path) in enumerate(modules):
+    dense = []
+    for kind, path in modules:
         if kind == "Dense":
-            made, own = _dense(folder / path, width)
-            width = made.linear.shape[0]
-            dense.append(made)
-            tensors |= {f"{n}_Dense/{name}": tensor for name, tensor in own.items()}
-    return EmbeddingHead(dense=tuple(dense), pooling=pooling, normalize="Normalize" in kinds), tensors
+            dense.append(_dense(folder / path, width))
+            width = dense[-1].linear.shape[0]
+    pooling = _pooling(folder / modules[1][1])
+    return EmbeddingHead(dense=tuple(dense), pooling=pooling, normalize="Normalize" in kinds)
+
+
+def _dense_tensors(folder: pathlib.Path) -> dict[str, Stored]:
+    """Open the tensors of the linear maps that modules.json lists, by the names that `EmbeddingHead` gives them."""
+    found: dict[str, Stored] = {}
+    for n, (kind, path) in enumerate(_modules(folder)):
+        if kind == "Dense":
+            if not (folder / path / WEIGHTS).is_file():
+                raise ValueError(
+                    f"{folder / path} has no {WEIGHTS}, and other formats, such as pickle files, are refused."
+                )
+            convert.tensors.verify_files(folder / path)
+            found |= {f"{n}_Dense/{t.name}": t for t in convert.tensors.open_file(folder / path / WEIGHTS)}
+    return found
 
 
 def _modules(folder: pathlib.Path) -> list[tuple[str, str]]:
-    """Return the modules that modules.json lists: the last part of their type, and their folder."""
+    """Return the modules that modules.json lists: the last part of their type, and their folder. No file: none."""
     where = folder / MODULES
+    if not where.is_file():
+        return []
     listed = json.loads(where.read_text(encoding="utf-8"))
     try:
         found = [(each["type"].rpartition(".")[2], each["path"]) for each in sorted(listed, key=lambda m: m["idx"])]
@@ -146,30 +170,21 @@ def _pooling(folder: pathlib.Path) -> Pooling:
     )
 
 
-def _dense(folder: pathlib.Path, width: int) -> tuple[Dense, dict[str, Tensor]]:
-    """Return the skeleton of a `Dense` module, and its tensors."""
+def _dense(folder: pathlib.Path, width: int) -> Dense:
+    """Return the skeleton of a `Dense` module that takes vectors of this width."""
     stated = read_json(folder / "config.json")
     function = stated.get("activation_function", "torch.nn.modules.activation.Tanh")
     if function not in ACTIVATIONS:
         known = " and ".join(ACTIVATIONS)
         raise ValueError(f"{folder}/config.json has the activation_function {function!r}; implemented are {known}.")
-    usual = {
-        "module_input_name": "sentence_embedding",
-        "module_output_name": "sentence_embedding",
-        "use_residual": False,
-    }
-    if other := [key for key, value in usual.items() if stated.get(key, value) not in (value, None)]:
-        raise ValueError(f"{folder}/config.json says {other[0]}={stated[other[0]]!r}, which is not implemented.")
+    for key in ("module_input_name", "module_output_name", "use_residual"):
+        if stated.get(key) not in (None, False, "sentence_embedding"):
+            raise ValueError(f"{folder}/config.json says {key}={stated[key]!r}, which is not implemented.")
     if stated.get("in_features") != width:
         raise ValueError(f"{folder}/config.json takes {stated.get('in_features')} features, and gets {width}.")
-    if not (folder / WEIGHTS).is_file():
-        raise ValueError(f"{folder} has no {WEIGHTS}, and other formats, such as pickle files, are refused.")
-    convert.tensors.verify_files(folder)
     out, bias = int(stated["out_features"]), bool(stated.get("bias", True))
     linear = eqx.filter_eval_shape(lambda: Linear(width, out, bias=bias, key=jax.random.key(0)))
-    return Dense(linear, ACTIVATIONS[function]), {
-        tensor.name: tensor for tensor in convert.tensors.open_file(folder / WEIGHTS)
-    }
+    return Dense(linear, ACTIVATIONS[function])
 
 
 # ======================================================================================================================
@@ -196,6 +211,7 @@ def config_keys(head: AbstractHead, hub: Mapping[str, Any], source: pathlib.Path
         keys["pad_token_id"] = head.pad
         keys["id2label"] = {str(n): label for n, label in enumerate(labels)}
         keys["label2id"] = {label: n for n, label in enumerate(labels)}
+        keys |= {"problem_type": SEVERAL} if isinstance(head, ClassificationHead) and head.several else {}
     return keys
 
 
