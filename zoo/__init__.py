@@ -72,10 +72,8 @@ from zoo.evaluation import evaluate
 from zoo.generation.engine import Completion, Engine, complete
 from zoo.generation.generate import generate, stream
 from zoo.generation.sampling import Sampling
-from zoo.generation.speculative import ModelDraft, MTPDraft
-from zoo.load import config, fingerprint, init, inspect, load, save, tokenizer
 from zoo.generation.speculative import ModelDraft, MTPDraft, NGramDraft
-from zoo.load import config, fingerprint, inspect, load, save, tokenizer
+from zoo.load import config, fingerprint, init, inspect, load, save, tokenizer
 from zoo.mesh import make_mesh
 from zoo.models import (
     deepseek2,

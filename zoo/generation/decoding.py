@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 Record = Literal["experts", "hidden"]
 Records = dict[Record, Array]
-"""What is recorded of some tokens: experts [batch, seq, layers, choices], features [batch, seq, embed]."""
+"""A record of some tokens: experts [batch, seq, layers, choices], features [batch, seq, embed]."""
 
 
 class State(eqx.Module):

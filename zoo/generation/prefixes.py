@@ -28,7 +28,7 @@ class Prefix:
     in_chunks: bool
     """Whether all of it was read in chunks, and nothing was drawn."""
     records: dict[str, np.ndarray]
-    """What was recorded of its tokens (`zoo.generation.engine.Engine`)."""
+    """The records of its tokens (`zoo.generation.engine.Engine`)."""
 
 
 class Prefixes:
