@@ -49,6 +49,8 @@ def heads() -> None:
     print(zoo.embed(model, tokenizer, ["def f(x):", "import re"], prompt_name="query", width=256).shape)
     best = zoo.rank(model, tokenizer, "a regular expression", ["import re", "import os"])[0]
     print(best.index, best.score)
+    question = {"type": "choice", "instructions": "Which part of Python is this?", "criteria": {"re": None, "os": None}}
+    print(zoo.decide(zoo.load("tiny"), zoo.tokenizer("tiny"), "import re", {"part": question}))
 
 
 def tasks() -> None:
