@@ -411,6 +411,7 @@ def test_questions_are_those_of_transformers():
         assert ours.answer(p) == their.answer(p)
 
 
+@pytest.mark.usefixtures("untyped")
 def test_what_is_refused(folders, embedders, classifier, tmp_path):
     cases = [
         ("has a head for labels: load it with head='classification'", classifier, {}),
