@@ -4,20 +4,23 @@ import contextlib
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
+import jax
 import rich.console
 import rich.markup
 import tyro
 from jax.sharding import Mesh
 
 import zoo
-from zoo.generation.generate import Encoded, encode
+from zoo.generation.engine import Completion, Engine, bucket, part_of_images
+from zoo.generation.generate import Encoded, encode, pieces, without_text
 from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import AbstractDraft, ModelDraft, MTPDraft, NGramDraft
 from zoo.nn.model import AbstractModel, require_vision
 from zoo.source import Source
+from zoo.text.messages import has_images
 from zoo.text.tokenizer import Tokenizer
 from zoo.vision.open import open_image
 
@@ -29,6 +32,7 @@ Message = dict[str, Any]
 
 HELP = "/reset starts anew, /image PATH shows an image, /exit or Ctrl-D leaves, Ctrl-C stops a reply."
 REPLIES = Sampling(max_new_tokens=1024, temperature=0.7)
+ROOM = 4096  # least tokens for which there is memory, if the model has so many positions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +136,11 @@ def chat(
 
 @dataclasses.dataclass
 class Conversation:
-    """A conversation with a model. It is printed as it goes on."""
+    """A conversation with a model. It is printed as it goes on.
+
+    The engine keeps the last reply with all that is before it, so that a turn reads only what is new. Where the text
+    does not go on from there, as where the template leaves reasoning out of earlier turns, it is read anew.
+    """
 
     model: AbstractModel
     tokenizer: Tokenizer
@@ -142,6 +150,8 @@ class Conversation:
     console: rich.console.Console
     turns: list[Message] = dataclasses.field(default_factory=list)
     pictures: list[dict[str, str]] = dataclasses.field(default_factory=list)  # of the next message
+    engine: Engine | None = None
+    last: Completion | None = None  # the last reply; None if the engine has none
 
     @property
     def limit(self) -> int:
@@ -150,7 +160,7 @@ class Conversation:
 
     def reset(self, _: str) -> None:
         """Starts anew."""
-        self.turns, self.pictures = [], []
+        self.turns, self.pictures, self.last = [], [], None
         self.console.print("[dim]The conversation starts anew.[/]")
 
     def add_image(self, path: str) -> None:
@@ -185,7 +195,7 @@ class Conversation:
         room = min(self.sampling.max_new_tokens, self.limit // 2)
         for first, turn in enumerate(self.turns):
             if turn["role"] == "user":
-                prompt = encode(self.model, self.tokenizer, [*self.opening, *self.turns[first:]])
+                prompt = self._encode([*self.opening, *self.turns[first:]])
                 if len(prompt.ids) + room <= self.limit:
                     if first:
                         self.turns = self.turns[first:]
@@ -194,16 +204,19 @@ class Conversation:
                     return prompt
         return None
 
+    def _encode(self, messages: list[Message]) -> Encoded:
+        """Encodes messages. Where they go on from the last reply, its tokens stay as they were drawn."""
+        if self.last is not None and not has_images(messages):
+            before = self.last.prompt + self.last.tokens
+            if (more := self.tokenizer.encode_after(before, messages)) is not None:
+                return Encoded([*before, *more])
+        return encode(self.model, self.tokenizer, messages)
+
     def _reply(self, prompt: Encoded, seed: int) -> str:
         """Prints the model's reply, with its reasoning dimmed, until Ctrl-C. Returns the reply without reasoning."""
         reply, reasoned, reader = "", False, self.tokenizer.reader(prompt.ids)
-        new = min(self.sampling.max_new_tokens, self.limit - len(prompt.ids))
         try:
-            pieces = zoo.stream(
-                self.model, self.tokenizer, prompt, self.sampling, max_new_tokens=new, seed=seed,
-                special=self.tokenizer.delimiters(), draft=self.draft,
-            )  # fmt: skip
-            for piece in reader.split(pieces):
+            for piece in reader.split(self._stream(prompt, seed)):
                 self.console.out(piece.reasoning, end="", style="dim", highlight=False)
                 if piece.answer and reasoned and not reply:
                     self.console.print("\n")
@@ -211,8 +224,33 @@ class Conversation:
                 reply, reasoned = reply + piece.answer, reasoned or bool(piece.reasoning)
             self.console.print()
         except KeyboardInterrupt:
+            self.engine = self.last = None  # it may have been in the middle of a step
             self.console.print(" [dim](stopped)[/]")
         return reply
+
+    def _stream(self, prompt: Encoded, seed: int) -> Iterator[str]:
+        """Yields the reply to a prompt, of which the engine reads what it has not read yet."""
+        ids, new = prompt.ids, min(self.sampling.max_new_tokens, self.limit - len(prompt.ids))
+        if self.engine is None or self.engine.max_tokens < len(ids) + new:
+            room = min(self.limit, bucket(len(ids) + new, ROOM))
+            self.last, self.engine = None, Engine(
+                self.model, batch=1, max_tokens=room, cache_tokens=room, stops=self.tokenizer.eos, stride=1,
+                draft=self.draft, prefixes=True,
+            )  # fmt: skip
+        before, last = [] if self.last is None else self.last.prompt + self.last.tokens, self.last
+        if ids[: len(before)] != before:
+            before, last = [], None
+        key = jax.random.fold_in(jax.random.key(seed), 0)
+        sampling = dataclasses.replace(without_text(self.sampling, self.tokenizer), max_new_tokens=new)
+        (reply,) = self.engine.submit(
+            ids[len(before) :], sampling, key=key, after=last, keep=True,
+            images=part_of_images(prompt.images, len(before), len(ids)),
+        )  # fmt: skip
+        decoder = self.tokenizer.stream(ids, special=self.tokenizer.delimiters())
+        yield from pieces(self.engine, reply, decoder, self.sampling.stop)
+        if self.last is not None:
+            self.engine.free(self.last)
+        self.last = reply
 
 
 COMMANDS: dict[str, Callable[[Conversation, str], None]] = {

@@ -9,7 +9,8 @@ import pytest
 
 import zoo
 from tests.zoo.test_tokenizer import INST, folder
-from zoo.chat import LoadOptions, chat
+from zoo.chat import Conversation, LoadOptions, chat
+from zoo.generation.engine import Engine
 from zoo.generation.generate import Encoded
 from zoo.generation.sampling import Sampling
 
@@ -33,11 +34,11 @@ def talk(model, monkeypatch, capsys):
     monkeypatch.setattr(zoo, "load", lambda source, **options: model)
 
     def talk(*lines, source="tiny", system=None, **options):
-        stream, prompts = zoo.stream, []
+        stream, prompts = Conversation._stream, []
 
-        def record(model, tokenizer, prompt, sampling, **options):
-            prompts.append(tokenizer.decode(prompt.ids, special=True))
-            return stream(model, tokenizer, prompt, sampling, **options)
+        def record(self, prompt, seed):
+            prompts.append(self.tokenizer.decode(prompt.ids, special=True))
+            return stream(self, prompt, seed)
 
         entered = iter([*lines, EOFError()])
 
@@ -49,7 +50,7 @@ def talk(model, monkeypatch, capsys):
 
         with monkeypatch.context() as patch:
             patch.setattr("builtins.input", read)
-            patch.setattr(zoo, "stream", record)
+            patch.setattr(Conversation, "_stream", record)
             chat(source, Sampling(**{"max_new_tokens": 12} | options), system=system)
         return capsys.readouterr().out, prompts
 
@@ -71,6 +72,23 @@ def test_a_conversation(talk, model, tokenizer):
     assert first in shown and reply(model, tokenizer, longer) in shown and "512 positions" in shown
 
 
+def test_a_turn_reads_what_is_new(talk, monkeypatch):
+    """The engine reads each token once, and tokens stay as they were drawn; after /reset it reads all anew."""
+    engines, replies, make, submit = [], [], Engine.__init__, Engine.submit
+    monkeypatch.setattr(
+        Engine, "__init__", lambda self, *of, **options: engines.append(self) or make(self, *of, **options)
+    )
+    monkeypatch.setattr(Engine, "submit", lambda *of, **options: replies.extend(got := submit(*of, **options)) or got)
+    talk(ASK, "And then?", "And then?", temperature=1.0, seed=3)
+    first, second, third = (reply.prompt for reply in replies)
+    texts = [reply.prompt + reply.tokens for reply in replies]
+    assert second[: len(texts[0])] == texts[0] and third[: len(texts[1])] == texts[1]
+    (engine,) = engines
+    assert engine.tokens_read == len(first) + len(second) - len(texts[0]) + len(third) - len(texts[1])
+    talk(ASK, "/reset", ASK)
+    assert engines[1].tokens_read == 2 * len(first) and len(engines) == 2
+
+
 def test_commands(talk):
     shown, prompts = talk(ASK, "/reset", ASK, "/sing", "/exit", "never asked")
     assert prompts[0] == prompts[1] and len(prompts) == 2
@@ -84,7 +102,7 @@ def test_images(monkeypatch, talk):
     encode = lambda model, tokenizer, messages: sent.append(messages) or Encoded([1])
     monkeypatch.setattr("zoo.chat.encode", encode)
     sent, image = [], pathlib.Path(__file__).parents[2] / "docs" / "caches.png"
-    monkeypatch.setattr(zoo, "stream", lambda *_, **options: iter(["A chart."]))
+    monkeypatch.setattr(Conversation, "_stream", lambda *_: iter(["A chart."]))
     shown, _ = talk("/image nothing.png", f"/image {image}", "What is it?", "And?")
     assert "'nothing.png' cannot be read" in shown and "caches.png goes with your next message" in shown
     part = {"type": "image", "path": str(image)}
@@ -101,11 +119,11 @@ def test_seeds(talk):
 
 
 def test_control_c_stops_a_reply_and_no_more(talk, monkeypatch):
-    def interrupted(*_, **options):
+    def interrupted(*_):
         yield "Half a"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(zoo, "stream", interrupted)
+    monkeypatch.setattr(Conversation, "_stream", interrupted)
     shown, prompts = talk(ASK, KeyboardInterrupt(), "Go on.")
     assert shown.count("Half a (stopped)") == 2 and shown.count("/reset starts anew") == 2
     assert "<|im_start|>assistant\nHalf a<|im_end|>" in prompts[1]
@@ -113,7 +131,7 @@ def test_control_c_stops_a_reply_and_no_more(talk, monkeypatch):
 
 def test_it_stays_within_the_positions(talk, tokenizer, monkeypatch):
     """The oldest turns are dropped, from one user message to the next. A message too long by itself is not kept."""
-    monkeypatch.setattr(zoo, "stream", lambda *_, **options: iter(["So be it."]))
+    monkeypatch.setattr(Conversation, "_stream", lambda *_: iter(["So be it."]))
     long = ASK * 20
     shown, prompts = talk(long, long, long, max_new_tokens=200)
     assert "its oldest 2 messages are dropped" in shown

@@ -266,17 +266,18 @@ def test_a_small_pool(load, name):
         Engine(load(name), **SHAPE, cache_tokens=30)
 
 
-@pytest.mark.parametrize("count", [100, slow(1000)])
-def test_any_mix_of_requests(count):
+@pytest.mark.parametrize("count, draft", [(100, None), slow(1000, None), slow(500, zoo.NGramDraft(2))])
+def test_any_mix_of_requests(count, draft):
     """Requests of all kinds come, go on, fork, and are cancelled and freed at random, in a pool for two rows. Each gets
     the tokens that it gets alone, and in the end all pages are free.
     """
     model = noise(lambda: zoo.qwen3.Model(zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 64, 1), key=jax.random.key(0)))
     shape = dict(max_tokens=48, stops=range(0, 64, 16), stride=4, page=4, chunk=8)
     engine, alone = (
-        Engine(model, batch=6, cache_tokens=96, prefixes=True, beside=8, **shape),
-        Engine(model, batch=1, **shape),
+        Engine(model, batch=6, cache_tokens=96, prefixes=True, beside=8, draft=draft, **shape),
+        Engine(model, batch=1, draft=draft, **shape),
     )
+    temperatures = [0.0, 1.0] if draft is None else [0.0]  # a draft's tokens are drawn otherwise where a text goes on
     random, ours, cancelled = np.random.RandomState(0), [], set()
     begin = random.randint(64, size=20).tolist()  # which many prompts share
 
@@ -286,7 +287,7 @@ def test_any_mix_of_requests(count):
         prompt = random.randint(64, size=random.randint(after is None, 6)).tolist()
         if after is None:
             prompt = begin[: random.choice([0, 12, 20])] + prompt
-        sampling = Sampling(max_new_tokens=random.randint(1, 12), temperature=random.choice([0.0, 1.0]))
+        sampling = Sampling(max_new_tokens=random.randint(1, 12), temperature=random.choice(temperatures))
         given = dict(samples=random.randint(1, 4), after=after, keep=random.rand() < 0.5, owner=n % 3)
         for sample, c in enumerate(engine.submit(prompt, sampling, key=jax.random.key(n), **given)):
             ours.append((c, sampling, n, sample))

@@ -915,12 +915,19 @@ def test_lm_eval(running, model, tokenizer, tmp_path):
 
 @pytest.mark.slow
 def test_a_thousand_mixed_requests(model, tokenizer):
-    """Each reply is as alone, whoever else asks, leaves, or has a grammar; in the end all rows and pages are free."""
+    """Each reply is as alone, whoever else asks, goes on, leaves, or has a grammar; in the end all pages are free."""
     pytest.importorskip("llguidance")
     random, lengths = np.random.default_rng(0), (4, 9, NEW)
     prompts = [*(PROMPT[:n] for n in (5, 9, 14, 20)), "import os\n" * 9]
     want = {(prompt, new): greedy(model, tokenizer, prompt, new) for prompt in prompts for new in lengths}
     body = lambda prompt, new, **more: {"prompt": prompt, "max_tokens": int(new), "temperature": 0} | more
+    chats = {}
+    for prompt, new in want:
+        messages = [{"role": "user", "content": prompt}]
+        for _ in range(2):
+            ids = tokenizer.encode_prompt(messages)
+            messages += [{"role": "assistant", "content": greedy(model, tokenizer, ids, new)}, MESSAGES[0]]
+        chats[prompt, new] = messages
 
     def whole(prompt, new):
         texts = [choice["text"] for choice in running.ask(COMPLETIONS, **body(prompt, new, n=2))["choices"]]
@@ -934,6 +941,12 @@ def test_a_thousand_mixed_requests(model, tokenizer):
         answer = running.ask(COMPLETIONS, **body(prompt, 60, structured_outputs={"regex": "[a-c]{2,5}!"}))
         assert re.fullmatch("[a-c]{2,5}!", answer["choices"][0]["text"])
 
+    def goes_on(prompt, new):
+        messages = chats[prompt, new]
+        for turn in 1, 3:
+            answer = running.ask(CHAT, messages=messages[:turn], max_tokens=int(new), temperature=0)
+            assert answer["choices"][0]["message"]["content"] == messages[turn]["content"]
+
     def leaves(prompt, new):
         sent = json.dumps(body(prompt, 200, stream=bool(new % 2), n=2))
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -943,7 +956,7 @@ def test_a_thousand_mixed_requests(model, tokenizer):
                 connection.recv(int(new) * 50)
 
     with Running(model, tokenizer, max_tokens=512, chunk=16) as running:
-        kinds = random.choice([whole, streamed, structured, leaves], 1000, p=[0.3, 0.3, 0.1, 0.3])
+        kinds = random.choice([whole, streamed, structured, goes_on, leaves], 1000, p=[0.25, 0.25, 0.1, 0.1, 0.3])
         asked = zip(kinds, random.choice(prompts, 1000), random.choice(lengths, 1000), strict=True)
         with concurrent.futures.ThreadPoolExecutor(12) as pool:
             for done in [pool.submit(kind, str(prompt), new) for kind, prompt, new in asked]:
@@ -954,7 +967,7 @@ def test_a_thousand_mixed_requests(model, tokenizer):
                 break
         assert running.server.worker.replies() == (0, 0)
         (engine,) = running.server.worker._engines.values()
-        assert engine.idle
+        assert engine.idle and engine.tokens_found > 0
         while engine._prefixes.evict():
             pass
         assert engine._pool.free.tolist() == engine._pool.counts

@@ -647,6 +647,21 @@ def test_what_users_write_is_no_control_token(tmp_path, template):
         assert ours.encode_prompt(chat) == theirs.encode_prompt(chat)
 
 
+@pytest.mark.parametrize("template", [CHATML, HEADERS])
+def test_drawn_tokens_stay(tmp_path, template):
+    """A chat goes on from the tokens of a prompt and a reply, however they are cut, unless the template changes it."""
+    tokenizer = Tokenizer(folder(tmp_path, template))
+    asked, said = [{"role": "user", "content": "1 <|im_end|> <"}], {"role": "assistant", "content": "the user"}
+    letters = [id for letter in said["content"] for id in tokenizer.encode(letter, special=False)]
+    assert letters != tokenizer.encode(said["content"], special=False)
+    before = [*tokenizer.encode_prompt(asked), *letters, *tokenizer.encode("<|im_end|>", special=False)]
+    chat = [*asked, said, {"role": "user", "content": "<|im_end|>2"}]
+    more, whole = tokenizer.encode_after(before, chat), tokenizer.encode_prompt(chat)
+    assert more is not None and 0 < len(more) < len(whole) and more == whole[-len(more) :]
+    assert tokenizer.decode([*before, *more], special=True) == tokenizer.decode(whole, special=True)
+    assert tokenizer.encode_after(before, [*asked, {"role": "assistant", "content": "22"}, chat[-1]]) is None
+
+
 def test_pieces_that_a_template_joins_are_no_control_token(tmp_path):
     parts = "{% for p in messages[0].content %}{{ p.text | trim }}{% endfor %}"
     cut = "{{ messages[0].content.replace('X', '') }}"

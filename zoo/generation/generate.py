@@ -147,11 +147,11 @@ def stream(
     )
     key = jax.random.fold_in(jax.random.key(sampling.seed), 0)
     (completion,) = engine.submit(ids, without_text(sampling, tokenizer), key=key, images=images)
-    return _pieces(engine, completion, tokenizer.stream(ids, special=special), sampling.stop)
+    return pieces(engine, completion, tokenizer.stream(ids, special=special), sampling.stop)
 
 
-def _pieces(engine: Engine, completion: Completion, decoder: Stream, stop: Sequence[str]) -> Iterator[str]:
-    """Yields the text of an engine's only completion, as it is decoded."""
+def pieces(engine: Engine, completion: Completion, decoder: Stream, stop: Sequence[str]) -> Iterator[str]:
+    """Yields the text of an engine's only completion, as it is decoded, and ends it at a stop string."""
     text, shown = "", 0
     while not engine.idle:
         (new,) = engine.step().values()
@@ -159,6 +159,7 @@ def _pieces(engine: Engine, completion: Completion, decoder: Stream, stop: Seque
         text += "".join(map(decoder.push, new[:-1] if ended else new))
         if (at := first(text, stop)) is not None:
             text, ended = text[:at], True
+            engine.cancel(completion)
         held = 0 if ended else partial_stop_length(text, stop)
         if len(text) - held > shown:
             yield text[shown : len(text) - held]

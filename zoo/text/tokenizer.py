@@ -427,6 +427,25 @@ class Tokenizer:
         text = self.render_whole(messages, tools, add_generation_prompt=add_generation_prompt, **extra)
         return self.encode_marked(expand(text, ())[0] if expand else text)[0]
 
+    def encode_after(
+        self, before: Sequence[int], messages: Messages, *, tools: Tools = None, **extra: Any
+    ) -> list[int] | None:
+        """Encode what a chat has after tokens with which it begins: those of its last prompt and of the reply to it.
+
+        So tokens that were drawn stay, where encoding their text may give others. Returns None if the chat's text does
+        not begin with theirs, as where the template leaves reasoning out of earlier turns, or does not go on from it.
+
+        Raises:
+            ValueError: as in `render_whole`.
+        """
+        text = self.render_whole(messages, tools, add_generation_prompt=True, **extra)
+        shown, begun = text.replace(USERS, ""), self.decode(before, special=True)
+        if not shown.startswith(begun):
+            return None
+        places = [*(n for n, character in enumerate(text) if character != USERS), len(text)]
+        ids, _ = self.encode_marked(text[places[len(begun)] :])
+        return ids if self.decode([*before, *ids], special=True) == shown else None
+
     def encode_all(self, messages: Messages, *, tools: Tools = None, expand: Expand | None = None) -> list[int]:
         """Encode a chat whose tokens are all to be learnt. Arguments and errors are those of `encode_chat`."""
         if expand is None:
