@@ -44,6 +44,7 @@ SMALL = {
     "train.reward": f"{SHORT} --batch 4",
     "train.classify": f"{SHORT} --batch 4",
     "train.embed": f"{SHORT} --batch 4",
+    "train.mine": "",
     "train.distill": f"{SHORT} --batch 4",
     "train.grpo": "--seq-len 128 --steps 1 --prompts 2 --group 2 --rollout-batch 4 --max-new-tokens 4",
     "train.prepare": "--seq-len 128 --workers 1",
@@ -91,6 +92,10 @@ def write_data() -> None:
     pathlib.Path("pairs.jsonl").write_text("".join(pairs))
     labels = [{"text": "a clean room", "label": "good"}, {"text": "a dirty room", "label": "bad"}]
     pathlib.Path("labels.jsonl").write_text("".join(json.dumps(each) + "\n" for each in labels * 30))
+    asked = {"state": "a clean room", "question": {"type": "noul", "instructions": "good?"}, "answer": True}
+    pathlib.Path("decisions.jsonl").write_text(f"{json.dumps(asked)}\n" * 30)
+    groups = [{"anchor": f"the number {n}", "positive": f"number {n}", "negative": [f"{n + 1}"]} for n in range(60)]
+    pathlib.Path("texts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in groups))
     pathlib.Path("math.jsonl").write_text('{"prompt": "1 + 1 = ", "answer": "2"}\n' * 4)
     pathlib.Path("rewards.py").write_text(
         "polite = lambda text, record: float('please' in text)\nbrief = lambda text, record: -len(text)\n"

@@ -1,9 +1,9 @@
 """A script that trains a model by rewards, with GRPO, Dr. GRPO, DAPO or GSPO: `python -m train.grpo --help`.
 
-At each step the model continues some prompts, several times each. Functions of yours reward each completion.
-Completions that are better than the mean of their prompt become more probable. The trained model itself samples, on the
-same devices. Without arguments the script teaches the embedded model `tiny` to answer in one line that ends with a full
-stop.
+At each step the model continues some prompts, several times each. Functions of yours, or models, reward each
+completion. Completions that are better than the mean of their prompt become more probable. The trained model itself
+samples, on the same devices. Without arguments the script teaches the embedded model `tiny` to answer in one line that
+ends with a full stop.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from train.data.packing import fingerprint
 from train.data.pictures import of_rows
 from train.data.prompts import encode
 from train.data.records import Record, open_records
+from train.methods.judges import NAME, Judge
 from train.methods.rollouts import RewardOptions, RolloutOptions, padding_rows, rollout, try_rewards
 from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
@@ -146,11 +147,12 @@ def main(o: GRPOOptions) -> None:
         raise ValueError(f"--group {group}: a completion is compared with the others of its prompt; take 2 or more.")
     if weights and len(weights) != len(names):
         raise ValueError(f"{len(names)} rewards need as many --reward-weights, not {len(weights)}.")
-    judges = [rewards.find(name) for name in names]
     embedded = o.data == str(train.tiny.INSTRUCTIONS)  # short prompts, for a small model
     seq_len, lr = o.step.seq_len or (96 if embedded else 0), o.optim.lr or (3e-4 if embedded else 0.0)
     o = o.changed(batch=rows // minibatches, seq_len=seq_len, lr=lr)
     o = finetune.resolve(o, config, width_lr=width_lr(o.lora) / 20)
+    load = functools.partial(Judge.load, mesh=mesh, dtype=o.step.compute_dtype, batch=o.rollouts.rollout_batch)
+    judges = [load(name) if name.startswith(NAME) else rewards.find(name) for name in names]
 
     # ----------------------------------------------------------------------------------------------------------- data
     records, held_out = open_records(o.data, o.hold_out, o.naming.columns)
@@ -192,6 +194,7 @@ def main(o: GRPOOptions) -> None:
         prompts=[Encoded(prompt.ids, prompt.images) for prompt in looked_at[:3]],
         rollout=sample,
         updates=o.rollouts.iterations * minibatches,
+        beside=[judge.model for judge in judges if isinstance(judge, Judge)],
         example=padding_rows(o.step.batch, seq_len) | seen,
     )
     finetune.run(o, model, mesh, tokenizer, task, data=source)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from rich.table import Column, Table
 
 import zoo
-from train import dpo, grpo, sft
+from train import classify, dpo, embed, grpo, reward, sft
 from train.base import runfile
 from train.base.chips import Chip, fleet, size_of
 from train.planning import planner
@@ -25,7 +25,10 @@ from train.planning.hlo import by_axis
 from train.planning.planner import Options, Plan, gb, suggestion
 from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
+from zoo.nn.heads import ClassificationHead, RewardHead
 from zoo.nn.model import AbstractConfig, Family
+from zoo.registry import family_of
+from zoo.weights.heads import described
 
 
 DURATION = "10 seconds to some minutes, the longest for large meshes and mixtures of experts"
@@ -41,6 +44,9 @@ METHODS = {
     "sft": Method(sft.SFTOptions, 1.0),
     "dpo": Method(dpo.DPOOptions, 1 / 20),
     "grpo": Method(grpo.GRPOOptions, 1 / 20),
+    "reward": Method(reward.RewardOptions, 1 / 2),
+    "classify": Method(classify.ClassifyOptions, 1.0),
+    "embed": Method(embed.EmbedOptions, 1.0),
 }
 
 
@@ -69,7 +75,7 @@ def script(options: Options, config: AbstractConfig) -> finetune.FineTuningOptio
 
 def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:
     """Makes the training step of the plan's options."""
-    run, more, reference = script(options, config), (), None
+    run, more, reference, head, microbatches = script(options, config), (), None, None, options.microbatches
     whole = functools.partial(abstract_frozen, config, family, mesh, quantize="none", parts=parts_of(options.images))
     match run:
         case dpo.DPOOptions():
@@ -80,13 +86,28 @@ def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -
             reference = whole() if options.kl and not options.lora.rank else None
         case sft.SFTOptions():
             objective = run.language.objective()
+        case reward.RewardOptions():
+            objective = functools.partial(reward.objective, centre=run.centre)
+            head = RewardHead(config.hidden_size, None, key=jax.random.key(0))
+        case classify.ClassifyOptions():
+            objective = classify.objective
+            head = ClassificationHead(config.hidden_size, ("no", "yes"), None, key=jax.random.key(0))
+        case embed.EmbedOptions():
+            objective = functools.partial(embed.objective, options=run, parts=microbatches)
+            head, microbatches = described("embedding", {}, config), 1
         case _:
             raise AssertionError(f"METHODS has {options.method}, and here it is missing.")
-    return training(
+    program = training(
         config, family, mesh, batch=options.batch, seq=options.seq, quantize=options.quantize, images=options.images,
-        patches=options.patches, remat=options.remat, microbatches=options.microbatches, optimization=run.optim,
-        kept=run.state, adapters=run.lora, objective=objective, reference=reference, more=more,
+        patches=options.patches, remat=options.remat, microbatches=microbatches, optimization=run.optim,
+        kept=run.state, adapters=run.lora, objective=objective, head=head, reference=reference, more=more,
     )  # fmt: skip
+    if options.judge:
+        other = zoo.inspect(options.judge)
+        head = RewardHead(other.hidden_size, None, key=jax.random.key(0))
+        judge = abstract_frozen(other, family_of(other), mesh, quantize="none", head=head)
+        program = program._replace(kinds=program.kinds | {planner.JUDGE: judge})
+    return program
 
 
 def plan(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any]) -> Plan:

@@ -308,6 +308,24 @@ def test_what_is_refused(base, words, tmp_path):
             command(*arguments(base, words, tmp_path, *more))
 
 
+def test_hard_negatives_are_mined(base, words, tmp_path):
+    """They are the texts nearest to the anchor, but for right ones and those near to the positive's cosine."""
+    lines = words.read_text().splitlines()[:12]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    out = tmp_path / "mined.jsonl"
+    command("train.mine", tmp_path / "pairs.jsonl", "--model", base / "model", "--out", out, "--negatives", 3)
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    model, tokenizer = zoo.load(base / "model", head="embedding"), zoo.tokenizer(base / "model")
+    before = list(map(json.loads, lines))
+    texts = list(dict.fromkeys(text for each in before for text in (each["positive"], *each["negative"])))
+    cosines = zoo.embed(model, tokenizer, [each["anchor"] for each in before]) @ zoo.embed(model, tokenizer, texts).T
+    for row, each, mined in zip(cosines, before, found, strict=True):
+        limit = row[texts.index(each["positive"])]
+        near = sorted((n for n in range(len(texts)) if row[n] <= limit - 0.05 * abs(limit)), key=lambda n: -row[n])
+        own = [texts[n] for n in near[:3]]
+        assert mined["negative"] == [*each["negative"], *(text for text in own if text not in each["negative"])]
+
+
 def test_info_nce_leaves_out_what_is_not_counted():
     scores = jnp.asarray([[1.0, 2.0, 3.0]])
     own, counted = jnp.asarray([[True, False, False]]), jnp.asarray([[False, True, False]])

@@ -22,10 +22,13 @@ from train.data import prompts as prompts_
 from train.data import rewards
 from train.data.records import Record
 from train.methods import rollouts
+from train.methods.judges import Judge
 from train.state.state import init_state
 from train.step.step import Recipe, jit_train_step
 from zoo import lora
 from zoo.mesh import make_mesh
+from zoo.nn.heads import ClassificationHead, RewardHead
+from zoo.surgery import with_head
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -223,6 +226,52 @@ def test_the_script(folder, tmp_path, capsys):
     assert "Going on from step 2" in said and "validation_reward: " in said
     before, after = zoo.load(folder / "model"), zoo.load(tmp_path / "run" / "model")
     assert not (np.asarray(before.embed_tokens.weight) == np.asarray(after.embed_tokens.weight)).all()
+
+
+@pytest.fixture(scope="module")
+def judges(folder):
+    """Returns the folders of a reward model and of a classifier, which are random."""
+    plain = zoo.load(folder / "model", head="embedding")
+    for name, head in (
+        ("reward", RewardHead(32, None, key=jax.random.key(1))),
+        ("labels", ClassificationHead(32, ("good", "bad"), None, key=jax.random.key(2))),
+    ):
+        zoo.save(with_head(plain, head), folder / name)
+    return folder / "reward", folder / "labels"
+
+
+def test_models_as_rewards(folder, judges):
+    """A reward model gives what it gives the whole text, and a classifier the probability of the label."""
+    mesh, tokenizer = make_mesh("fsdp=2", jax.devices()[:2]), zoo.tokenizer(folder / "model")
+    prompts = [prompts_.Prompt([], {"prompt": word}) for word in ("abc ", "xy ")]
+    texts = [["fox", "a dog", ""], ["s", "lazy", "hello"]]
+    for path, name, head, spoken in ((judges[0], "", "reward", True), (judges[1], ":bad", "classification", False)):
+        with jax.set_mesh(mesh):
+            judge = Judge.load(f"model:{path}{name}", mesh, dtype="float32", batch=4)
+            found = judge.rate(prompts, texts)
+        model, rate = zoo.load(path, head=head), jax.jit(lambda m, tokens, segments: m(tokens, segments=segments))
+        for n, prompt in enumerate(prompts):
+            for m, text in enumerate(texts[n]):
+                ids = [*tokenizer.encode(prompt.record["prompt"] + text), *[tokenizer.eos[0]] * spoken]
+                tokens, here = np.pad(ids, (0, 16 - len(ids)))[None], np.arange(16)[None] < len(ids)
+                want = rate(model, tokens, here.astype(int))[0]
+                want = want if spoken else jax.nn.softmax(want)[1]
+                np.testing.assert_allclose(found[n, m], want, rtol=1e-4, atol=1e-5)
+    for name, said in (("", "name one of the labels, model:.*:good or others"), (":x", "has the labels good, bad")):
+        with pytest.raises(ValueError, match=said):
+            Judge.load(f"model:{judges[1]}{name}", mesh, dtype="float32", batch=4)
+
+
+def test_a_reward_model_teaches(folder, judges, tmp_path):
+    """GRPO against a reward model and a function: each reward is reported, and the dry run tries both."""
+    more = ["--steps", 2, "--reward", f"model:{judges[0]}", f"{folder / 'reward.py'}:vowels"]
+    command("train.grpo", *arguments(folder, tmp_path / "run", *more))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "reward" in line:
+            parts = [line[f"reward_model:{judges[0]}"], line[f"reward_{folder / 'reward.py'}:vowels"]]
+            assert line["reward"] == pytest.approx(sum(parts), abs=1e-5) and line["reward_errors"] == 0
+    command("train.grpo", *arguments(folder, tmp_path / "dry", *more, "--dry-run"))
 
 
 @pytest.mark.slow

@@ -346,6 +346,29 @@ def test_preferences(config, monkeypatch):
         planned(method="dpo", seq=100_000)
 
 
+def test_heads(config, monkeypatch):
+    """A head saves the work of the output embeddings, and a reward model lies beside GRPO's updates and samples."""
+    monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
+    planned = lambda **changes: script.plan(TINY.changed(**changes), config, CHIPS["v6e"], jax.devices())
+    whole, judged = planned(), planned(method="grpo", judge="tiny")
+    products = fit.products_per_token(config, TINY.seq)
+    layers = 4 * (products.layers + products.attention)  # forward, backward and again
+    less = layers / (layers + 3 * products.head)
+    for method in ("reward", "classify", "embed"):
+        made = planned(method=method, microbatches=2 if method == "embed" else 1, batch=16)
+        assert made.bounds["compute"] == pytest.approx(2 * less * whole.bounds["compute"], rel=1e-3), method
+        assert made.kinds["parameters"] == pytest.approx(whole.kinds["parameters"], rel=1e-2)
+        adapted = planned(method=method, lora=Lora(rank=4))
+        assert adapted.kinds["optimizer"] < made.kinds["optimizer"] / 4
+    assert judged.kinds[planner.JUDGE] == pytest.approx(whole.kinds["parameters"] / 2, rel=2e-3)
+    for changes, said in (
+        (dict(method="dpo", judge="tiny"), "--judge tiny rewards completions: it needs --method grpo"),
+        (dict(method="embed", images=1), "--images: --method embed reads texts alone"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            planned(**changes)
+
+
 @pytest.mark.parametrize("cache", ["auto", "int8"])
 def test_rollouts(config, monkeypatch, cache):
     """The planned programs have the shapes of a rollout's. Arrays that they do not read lie beside them."""

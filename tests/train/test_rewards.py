@@ -306,7 +306,7 @@ def test_find(tmp_path):
     file.write_text("def brief(completion, record):\n    return record['most'] - len(completion)\n")
     assert rewards.find(f"{file}:brief")("abc", {"most": 4}) == 1
     for name, error, words in (
-        ("exakt", ValueError, r"'exakt' is no reward: it is exact, number, python, regex:PATTERN or file\.py:function"),
+        ("exakt", ValueError, r"'exakt' is no reward: it is exact, number, python, regex:PATTERN, file\.py:function"),
         (f"{file}:short", ValueError, r"mine\.py has no function 'short'"),
         (f"{tmp_path}/yours.py:brief", FileNotFoundError, r"There is no .*yours\.py"),
         ("regex:(", ValueError, r"'regex:\(' is no pattern"),

@@ -9,6 +9,7 @@ import re
 import sys
 import tempfile
 from types import ModuleType
+from typing import get_args
 
 import equinox as eqx
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 import zoo
 from tests.zoo import tiny
 from zoo.models import FAMILIES
+from zoo.nn.heads import Kind
 from zoo.nn.model import Family
 from zoo.vision.model import AbstractVisionConfig
 
@@ -43,8 +45,10 @@ def names() -> list[str]:
 
 def section(errors: dict[str, float]) -> str:
     """Returns the table and the list of names, as in the README."""
+    kinds = ", ".join(get_args(Kind))
+    heads = f"Every family takes [heads](docs/heads.md) in the place of its output embeddings: {kinds}."
     summary = "<details><summary>All names</summary>"
-    return "\n".join(["", *rows(errors), "", summary, "", *names(), "", "</details>", "", ""])
+    return "\n".join(["", *rows(errors), "", heads, "", summary, "", *names(), "", "</details>", "", ""])
 
 
 def vision_section() -> str:

@@ -86,7 +86,9 @@ def find(name: str) -> Reward:
         except re.error as error:
             raise ValueError(f"{name!r} is no pattern: {error}.") from error
     if not name.rpartition(":")[0].endswith(".py"):
-        raise ValueError(f"{name!r} is no reward: it is {', '.join(known)}, regex:PATTERN or file.py:function.")
+        raise ValueError(
+            f"{name!r} is no reward: it is {', '.join(known)}, regex:PATTERN, file.py:function or model:FOLDER."
+        )
     return functions.load(name)
 
 

@@ -21,6 +21,7 @@ from train.base.options import Group, OptionGroup, option
 from train.data import pictures
 from train.data.prompts import Prompt
 from train.data.rewards import BadRecord, Reward
+from train.methods.judges import Judge
 from train.state.mesh import generating
 from train.step import loss
 from zoo.generation.engine import complete
@@ -39,7 +40,8 @@ class RewardOptions(OptionGroup):
 
     reward: tuple[str, ...] = (r"regex:[^\n]+\.",)
     r"""Functions of completions: exact or number (against the record's answer), python (runs code with the record's
-    tests), regex:PATTERN, or file.py:function, which is called with the text and the record's fields."""
+    tests), regex:PATTERN, file.py:function, which is called with the text and the record's fields, model:FOLDER, the
+    reward that a reward model gives, or model:FOLDER:LABEL, the probability that a classifier gives."""
     reward_weights: tuple[float, ...] = option((), rare=True)
     """Weight of each of several rewards. Without weights each reward has the weight 1."""
     correct: float | None = option(None, rare=True)
@@ -88,7 +90,7 @@ def rollout(
     *,
     options: RolloutOptions,
     rewards: RewardOptions,
-    judges: Sequence[Reward],
+    judges: Sequence[Reward | Judge],
     tokenizer: Tokenizer,
     mesh: Mesh,
     seq_len: int,
@@ -101,7 +103,7 @@ def rollout(
     (constant along a row) and "old", the log-probability with which each target was drawn.
 
     Args:
-        judges: the functions that `rewards` names.
+        judges: the functions and models that `rewards` names.
         seq_len: number of tokens of a row.
         dtype: the dtype in which the model samples.
     """
@@ -153,17 +155,17 @@ def rollout(
 
 
 def try_rewards(
-    prompts: Iterable[tuple[str, Prompt]], names: Sequence[str], judges: Sequence[Reward]
+    prompts: Iterable[tuple[str, Prompt]], names: Sequence[str], judges: Sequence[Reward | Judge]
 ) -> dict[str, float]:
     """Checks before a run that all records have the fields that its rewards need.
 
     Returns each reward's value for the first record, with the record's answer, if it has one, as the completion. A
-    reward of the user's is called just once, and code is run just once.
+    reward of the user's, or a model, is called just once, and code is run just once.
 
     Args:
         prompts: places of records, such as a file and a line, with their prompts.
         names: the rewards, as --reward names them.
-        judges: the same rewards' functions.
+        judges: the same rewards' functions and models.
 
     Raises:
         ValueError: a record lacks a field, or a reward fails or returns no finite number; names the record.
@@ -174,7 +176,9 @@ def try_rewards(
             if name in found and (name not in NEEDS or NEEDS[name] in prompt.record):
                 continue
             try:
-                worth = float(judge(str(prompt.record.get("answer", "")), prompt.record))
+                answer = str(prompt.record.get("answer", ""))
+                of_model = isinstance(judge, Judge)
+                worth = float(judge.rate([prompt], [[answer]])[0, 0] if of_model else judge(answer, prompt.record))
             except BadRecord as error:
                 raise ValueError(f"{where}: {error}") from error
             except Exception as error:  # raised by the user's function
@@ -205,25 +209,27 @@ def padding_rows(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"
 
 
 def score(
-    texts: list[list[str]], prompts: Sequence[Prompt], options: RewardOptions, judges: Sequence[Reward]
+    texts: list[list[str]], prompts: Sequence[Prompt], options: RewardOptions, judges: Sequence[Reward | Judge]
 ) -> tuple[Float[np.ndarray, "prompts group names"], float]:
     """Computes every reward of every completion. Also returns the number of rewards that failed, which count as 0.
 
     A reward fails if it raises an error or is not finite. Process 0 computes the rewards for all processes, since a
-    user's function may be random.
+    user's function may be random; but models are on the devices of all.
 
     Raises:
         BadRecord: a record lacks a field that a reward needs.
     """
     found = np.zeros((len(prompts), len(texts[0]), len(judges)), np.float32)
+    functions = {n: judge for n, judge in enumerate(judges) if not isinstance(judge, Judge)}
     errors = 0.0
 
     def judge() -> None:
         nonlocal errors
         with concurrent.futures.ThreadPoolExecutor() as pool:
             calls = {
-                at: pool.submit(judges[at[2]], texts[at[0]][at[1]], prompts[at[0]].record)
+                at: pool.submit(functions[at[2]], texts[at[0]][at[1]], prompts[at[0]].record)
                 for at in np.ndindex(found.shape)
+                if at[2] in functions
             }
             for at, call in calls.items():
                 try:
@@ -249,7 +255,11 @@ def score(
 
     if jax.process_count() == 1:
         judge()
-        return found, errors
-    cluster.all_or_raise(judge if jax.process_index() == 0 else lambda: None)
-    found, errors = multihost_utils.broadcast_one_to_all((found, errors))
-    return np.asarray(found), float(errors)
+    else:
+        cluster.all_or_raise(judge if jax.process_index() == 0 else lambda: None)
+        found, errors = map(np.array, multihost_utils.broadcast_one_to_all((found, errors)))
+    for n, model in enumerate(judges):
+        if isinstance(model, Judge):
+            worth = model.rate(prompts, texts)
+            found[..., n], errors = np.where(np.isfinite(worth), worth, 0), errors + np.sum(~np.isfinite(worth))
+    return found, float(errors)

@@ -28,9 +28,10 @@ from train.step.language import cross_entropy
 from train.step.step import Objective, Recipe, jit_train_step
 from zoo import lora, quantized
 from zoo.nn.cache import partition_specs
+from zoo.nn.heads import AbstractHead
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.quantized import Format
-from zoo.surgery import cast, shardings
+from zoo.surgery import cast, shardings, with_head
 from zoo.vision.model import AbstractVisionConfig
 from zoo.weights.checkpoint import skeleton
 
@@ -91,6 +92,7 @@ def training(
     images: int = 0,
     patches: int = 1024,
     objective: Objective = cross_entropy,
+    head: AbstractHead | None = None,
     reference: Any = None,
     more: Sequence[str] = (),
 ) -> Program:
@@ -99,14 +101,17 @@ def training(
     Args:
         images: number of images in a row; above 0 the model has its vision tower.
         patches: number of patches of an image, if the tower takes images of any shape.
+        head: stands in the place of the output embeddings.
         reference: shapes of another model that the objective gets.
         more: names of float32 arrays that the objective reads from a batch, beside the usual ones.
     """
     transform, schedule = make_optimizer(optimization)
     if adapters.rank:
-        model = abstract_frozen(config, family, mesh, quantize=quantize, adapters=adapters, parts=parts_of(images))
+        model = abstract_frozen(
+            config, family, mesh, quantize=quantize, adapters=adapters, parts=parts_of(images), head=head
+        )
     else:
-        model = abstract_model(config, family, mesh, parts_of(images))
+        model = abstract_model(config, family, mesh, parts_of(images), head)
     trained, frozen_weights = lora.split(model)
     state = abstract_state(trained, transform, kept)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
@@ -154,8 +159,12 @@ def abstract_frozen(
     quantize: Literal["none"] | Format,
     adapters: Lora = NONE,
     parts: Sequence[str] = (),
+    head: AbstractHead | None = None,
 ) -> AbstractModel:
-    """Makes the shapes of a model with frozen weights, in bfloat16 or quantized, and of its adapters, if any."""
+    """Makes the shapes of a model with frozen weights, in bfloat16 or quantized, and of its adapters, if any.
+
+    A `head` stands in the place of the output embeddings.
+    """
 
     def make(model: AbstractModel) -> AbstractModel:
         model = cast(model, jnp.bfloat16)
@@ -165,7 +174,9 @@ def abstract_frozen(
             model = lora.add(model, rank=adapters.rank, alpha=alpha, where=adapters.where, key=jax.random.key(0))
         return model
 
-    model = eqx.filter_eval_shape(make, skeleton(family, config, parts))
+    whole = skeleton(family, config, parts)
+    whole = whole if head is None else with_head(whole, eqx.filter_eval_shape(lambda: head))
+    model = eqx.filter_eval_shape(make, whole)
     places = shardings(model, family.partition_rules, mesh)
     return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
 

@@ -53,10 +53,13 @@ class Options(OptionGroup):
     """Values that the backward pass recomputes, as for training."""
     microbatches: int = 1
     """Number of parts in which a step computes its rows, one after another."""
-    method: Literal["sft", "dpo", "grpo"] = option("sft", group=Group.METHOD)
+    method: Literal["sft", "dpo", "grpo", "reward", "classify", "embed"] = option("sft", group=Group.METHOD)
     """Method of training. sft: predicting tokens. dpo: preferences, beside a reference in bfloat16; with --lora.rank
     the reference is the model without its adapters. grpo: rewards; a device needs the larger of an update's memory and
-    sampling's."""
+    sampling's. reward, classify (with 2 labels) and embed: heads."""
+    judge: str = option("", group=Group.METHOD, rare=True)
+    """Reward model beside grpo, as in --reward model:NAME: a zoo name, a folder with a config.json, or a Hub
+    repository. It is held in bfloat16."""
     kl: float = option(0.0, group=Group.METHOD, rare=True)
     """Weight of the divergence from the reference, as in train.grpo. 0: no reference."""
     max_new_tokens: int = option(0, group=Group.METHOD, rare=True)
@@ -90,11 +93,17 @@ class Options(OptionGroup):
         return self.method == "dpo" or (self.method == "grpo" and self.kl > 0)
 
     @property
+    def headed(self) -> bool:
+        """Whether a head of few weights stands in the place of the output embeddings."""
+        return self.method in ("reward", "classify", "embed")
+
+    @property
     def tokens(self) -> int:
         """Counts the tokens that a training step learns from, or that a decoding step adds."""
         return self.batch * (1 if self.decode else self.seq)
 
 
+JUDGE = "reward model"  # among a plan's kinds of bytes
 Step = Callable[[Options, AbstractConfig, Family, Mesh], Program]
 
 
@@ -171,7 +180,7 @@ def plan(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any
     if needed <= available:
         try:
             compiled = compile_ahead(program, mesh)
-            needed = float(compiled.needed)
+            needed = float(compiled.needed + kinds.get(JUDGE, 0))
         except TooLarge as error:
             needed, available = error.needed, error.available
     if options.method == "grpo" and needed <= available:
@@ -181,10 +190,12 @@ def plan(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any
         )  # fmt: skip
         try:
             sampled = float(s.needed(compile_ahead(s.prefill, mesh), compile_ahead(s.advance, mesh)))
+            sampled += kinds.get(JUDGE, 0)
         except TooLarge as error:
             sampled = s.beside + error.needed
         needed = max(needed, sampled)
-    flops = flops_per_token(config, options.seq, frozen=bool(options.lora.rank)) / (3 if options.decode else 1)
+    flops = flops_per_token(config, options.seq, frozen=bool(options.lora.rank), headed=options.headed)
+    flops /= 3 if options.decode else 1
     bounds = _bounds(options, program.kinds["parameters"], chip, mesh, compiled)
     mfu = flops * options.tokens / mesh.size / chip.flops / max(bounds.values())
     compiled = compiled if needed <= available else None
@@ -211,6 +222,10 @@ def _program(options: Options, config: AbstractConfig, mesh: Mesh, step: Step) -
     family = family_of(config)
     if options.decode and options.method != "sft":
         raise ValueError(f"--decode plans no training: leave out --method {options.method}.")
+    if options.judge and options.method != "grpo":
+        raise ValueError(f"--judge {options.judge} rewards completions: it needs --method grpo.")
+    if options.images and options.headed:
+        raise ValueError(f"--images: --method {options.method} reads texts alone.")
     if options.images and options.method == "grpo":
         raise ValueError("Sampling after prompts with images is not planned: leave out --images or --method grpo.")
     if options.decode and options.lora.rank:
@@ -241,6 +256,7 @@ def _bounds(
     The limits are "compute", "HBM" and "interconnect".
     """
     p = products_per_token(model.config, options.seq)
+    p = p._replace(head=0.0) if options.headed else p
     weights = p.layers + p.head  # frozen weights have no gradient
     products = (
         sum(p)

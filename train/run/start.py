@@ -82,7 +82,7 @@ def start(
     manifest = folder.run_manifest(options, identity)  # before --remat auto, which differs from device to device
     optimizer, schedule = optim.make_optimizer(options.optim, task.updates)
     abstract, router = abstract_state(trained.abstract, optimizer, options.state), options.router
-    held = abstract, trained.frozen, task.reference
+    held = abstract, trained.frozen, task.reference, task.beside
     options = options.changed(step=resolve_remat(options.step, options.state, trained, mesh, held))
     validation = Validation(options.validation, task, trained.config, tokenizer, mesh, options.step.compute_dtype)
     recipe = Recipe(
@@ -130,7 +130,7 @@ def start(
         watch=watch,
         samples=Samples(tokenizer, task.prompts, mesh, options.step.compute_dtype, watch.sample),
         memory=lambda state, batch: breakdown(
-            state, trained, task.reference, batch, options.step, options.state
+            state, trained, {"reference": task.reference, "rewards": task.beside}, batch, options.step, options.state
         ),
         data=data, state=state, n=n, new=new,
     )  # fmt: skip

@@ -35,5 +35,6 @@ class Task:
     prompts: Sequence[Encoded] = ()  # prompts whose continuations are printed as samples
     rollout: Rollout | None = None
     """(the model, an element of the data, the number of the step) -> `updates` batches, and metrics."""
+    beside: Sequence[AbstractModel] = ()  # other models that the rollout holds on the devices
     updates: int = 1
     example: Mapping[str, np.ndarray] | None = None  # a batch of the shapes that a rollout returns, for a dry run

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,16 +28,16 @@ def usage() -> dict[str, int]:
 
 
 def breakdown(
-    state: TrainState, trained: Trained, reference: Any, batch: Any, step: StepOptions, kept: StateOptions
+    state: TrainState, trained: Trained, others: Mapping[str, Any], batch: Any, step: StepOptions, kept: StateOptions
 ) -> dict[str, int]:
-    """Splits a device's memory, in bytes, by kind: the arrays of a run, a batch, and activations.
+    """Splits a device's memory, in bytes, by kind: the arrays of a run, of `others`, a batch, and activations.
 
     "offloaded" are the bytes in the host's memory; the other kinds leave these out. "activations" is the peak without
     all those arrays: it includes gradients and everything else that is there only while a step runs. So call it after a
     step. "estimated" is the estimate of "activations" by --remat auto.
     """
     arrays = {
-        "parameters": state.model, "frozen": trained.frozen, "reference": reference,
+        "parameters": state.model, "frozen": trained.frozen, **others,
         "optimizer": state.opt_state, "batch": batch,
     }  # fmt: skip
     placed = lambda tree: [a for a in jax.tree.leaves(tree) if isinstance(a, jax.Array)]

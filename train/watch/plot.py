@@ -15,6 +15,8 @@ REWARD = {"reward": ("reward", "#228833")}
 WHAT = {
     "reward": "mean reward of a completion",
     "margin": "loss of a preference",
+    "brier_score": "loss in nats a text",
+    "validation_mrr": "loss in nats an anchor",
     "divergence": "divergence from the teacher in nats a token",
 }
 SIZE, SHARP = (1200, 675), 2  # pixels; plots are drawn SHARP times larger and scaled down, for smooth lines
