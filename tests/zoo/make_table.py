@@ -36,15 +36,9 @@ def rows(errors: dict[str, float]) -> list[str]:
     return out
 
 
-def names() -> list[str]:
-    """Returns a line for each family, with the zoo names of its models."""
-    return [f"- {family.title}: {', '.join(f'`{name}`' for name in family.configs)}" for family in FAMILIES.values()]
-
-
 def section(errors: dict[str, float]) -> str:
-    """Returns the table and the list of names, as in the README."""
-    summary = "<details><summary>All names</summary>"
-    return "\n".join(["", *rows(errors), "", summary, "", *names(), "", "</details>", "", ""])
+    """Returns the table, as in the README."""
+    return "\n".join(["", *rows(errors), "", ""])
 
 
 def vision_section() -> str:
