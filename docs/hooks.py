@@ -95,6 +95,15 @@ def about(file: pathlib.Path) -> str:
     return ": " + doc.splitlines()[0] if doc else ""
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Lists the families' pages in the navigation, where mkdocs.yml has their index."""
+    pages = sorted(f"models/{path.name}" for path in (ROOT / "docs/models").glob("*.md") if path.name != "README.md")
+    for section in config.nav or []:
+        if "Models" in section:
+            section["Models"] += pages
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the README, the files that pages link to, and the reference."""
     files.remove(next(file for file in files if file.src_uri == "README.md"))
@@ -110,7 +119,33 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, modules in REFERENCE.items():
         sections = "\n\n".join(f"::: {module}" for module in modules.split())
         files.append(File.generated(config, f"reference/{name}.md", content=f"# {name}\n\n{sections}\n"))
+    files.append(File.generated(config, "reference/errors.md", content=errors()))
     return files
+
+
+def errors() -> str:
+    """Returns the page of all sentences with which the code refuses something, by file."""
+    out = [
+        "# Error messages",
+        "",
+        "Every sentence with which the code refuses something, by the file that raises it. A",
+    ]
+    out[-1] += " `…` stands for a name, a number or a reason. Each message says what to do. The search finds them."
+    for package in ("zoo", "kernels", "convert", "train"):
+        out += ["", f"## {package}"]
+        for file in sorted((ROOT / package).rglob("*.py")):
+            raised = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
+            said = [sentence(node.exc.args[0]) for node in raised if isinstance(node.exc, ast.Call) and node.exc.args]
+            if sentences := sorted({text for text in said if len(re.findall(r"\w{2,}", text)) > 3}):
+                out += ["", f"### {file.relative_to(ROOT)}", "", *(f"- {text}" for text in sentences)]
+    return "\n".join(out) + "\n"
+
+
+def sentence(node: ast.expr) -> str:
+    """Returns the text of a message as Markdown, with … for its values; "" if it is no text."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    text = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
+    return re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", " ".join(text.split())) if parts != [node] or text != "…" else ""
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -34,4 +34,5 @@ def test_every_page_is_in_the_navigation():
 
     site = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
     named = {"docs/README.md" if page == "questions.md" else f"docs/{page}" for page in pages(site["nav"])}
-    assert {str(page.relative_to(ROOT)) for page in DOCS} <= named
+    missing = {str(page.relative_to(ROOT)) for page in DOCS} - named
+    assert all(page.startswith("docs/models/") for page in missing)  # docs/hooks.py adds the families' pages

@@ -38,17 +38,12 @@ def rows(errors: dict[str, float]) -> list[str]:
     return out
 
 
-def names() -> list[str]:
-    """Returns a line for each family, with the zoo names of its models."""
-    return [f"- {family.title}: {', '.join(f'`{name}`' for name in family.configs)}" for family in FAMILIES.values()]
-
-
 def section(errors: dict[str, float]) -> str:
-    """Returns the table and the list of names, as in the README."""
+    """Returns the table, as in the README."""
     kinds = ", ".join(get_args(Kind))
     heads = f"Every family takes [heads](docs/heads.md) in the place of its output embeddings: {kinds}."
-    summary = "<details><summary>All names</summary>"
-    return "\n".join(["", *rows(errors), "", heads, "", summary, "", *names(), "", "</details>", "", ""])
+    return "
+".join(["", *rows(errors), "", heads, "", ""])
 
 
 def vision_section() -> str:

@@ -19,7 +19,7 @@ import pytest
 import kernels
 import zoo
 from tests.train.conftest import devices
-from tests.zoo import make_table, tiny, touched
+from tests.zoo import make_pages, make_table, tiny, touched
 from tests.zoo.programs import STACKS, TOKENS, prefill_and_decode
 from zoo import models, registry
 from zoo.models import qwen3
@@ -134,6 +134,15 @@ def test_what_a_script_writes_is_current():
     page, code = ((ROOT / file).read_text() for file in ("docs/vision.md", "zoo/__init__.py"))
     assert f"{make_table.VISION}\n{make_table.vision_section()}<!-- end -->" in page, "python -m tests.zoo.make_table"
     assert make_table.with_families(code) == code, "python -m tests.zoo.make_table"
+
+
+def test_pages_are_current():
+    """The pages of docs/models say what the families' files say; computed numbers are those that are kept."""
+    kept = json.loads(make_pages.KEPT.read_text())
+    stale = [name for name in make_pages.FAMILIES if not make_pages.is_current(name, kept)]
+    assert not stale and make_pages.index() == (make_pages.PAGES / "README.md").read_text(), (
+        f"python -m tests.zoo.make_pages writes the pages of {', '.join(stale) or 'the list'}"
+    )
 
 
 @pytest.fixture

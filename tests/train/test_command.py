@@ -1,0 +1,45 @@
+"""The command `zoo` forwards to the modules."""
+
+import pathlib
+import re
+import runpy
+import sys
+import tomllib
+
+import pytest
+
+from train import __main__ as command
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_every_script_is_a_command():
+    scripts = {path.stem for path in (ROOT / "train").glob("*.py") if "__main__" in path.read_text()} - {"__main__"}
+    theirs = re.findall(r'^ +"([a-z-]+)": \w+,$', (ROOT / "zoo/__main__.py").read_text(), re.M)
+    assert {module for module, _ in command.COMMANDS.values()} == {"zoo", *(f"train.{name}" for name in scripts)}
+    assert {name for name, (module, _) in command.COMMANDS.items() if module == "zoo"} == set(theirs)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"zoo": "train.__main__:main"}
+
+
+@pytest.mark.parametrize("words, module, left", [
+    (["sft", "--steps", "3"], "train.sft", ["--steps", "3"]),
+    (["chat", "tiny"], "zoo", ["chat", "tiny"]),
+])  # fmt: skip
+def test_forwards(monkeypatch, words, module, left):
+    calls = []
+    monkeypatch.setattr(sys, "argv", ["zoo", *words])
+    monkeypatch.setattr(runpy, "run_module", lambda name, **_: calls.append((name, sys.argv[1:])))
+    command.main()
+    assert calls == [(module, left)]
+
+
+def test_help_and_unknown(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zoo"])
+    command.main()
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in command.COMMANDS)
+    monkeypatch.setattr(sys, "argv", ["zoo", "tune"])
+    with pytest.raises(SystemExit, match=r"There is no command 'tune': give one of chat, serve"):
+        command.main()
