@@ -6,6 +6,7 @@ same devices. Without arguments the script teaches the embedded model `tiny` to 
 stop.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -27,6 +28,8 @@ from train.data.packing import fingerprint
 from train.data.pictures import of_rows
 from train.data.prompts import encode
 from train.data.records import Record, open_records
+from train.methods import trajectories
+from train.methods.environments import EnvironmentOptions, Host
 from train.methods.rollouts import RewardOptions, RolloutOptions, padding_rows, rollout, try_rewards
 from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
@@ -82,6 +85,7 @@ class GRPOOptions(finetune.FineTuningOptions):
     """Weight of the divergence from the model that the run began with (GRPO's beta); 0.04 in DeepSeekMath."""
     rewards: Flat[RewardOptions] = RewardOptions()
     rollouts: Flat[RolloutOptions] = RolloutOptions()
+    environments: Flat[EnvironmentOptions] = EnvironmentOptions()
     naming: Flat[ColumnOptions] = ColumnOptions()
     optim: Flat[OptimizerOptions] = OptimizerOptions(steps=100)
     step: Flat[StepOfRollouts] = StepOfRollouts()
@@ -146,7 +150,14 @@ def main(o: GRPOOptions) -> None:
         raise ValueError(f"--group {group}: a completion is compared with the others of its prompt; take 2 or more.")
     if weights and len(weights) != len(names):
         raise ValueError(f"{len(names)} rewards need as many --reward-weights, not {len(weights)}.")
-    judges = [rewards.find(name) for name in names]
+    environment = o.environments.environment
+    if environment and names != RewardOptions().reward:
+        raise ValueError(f"The environment {environment} gives the reward itself; leave out --reward.")
+    if environment:
+        o.refuse_vision("environments have texts alone")
+    if environment == "python":
+        rewards.find("python")  # warns of what this system can't forbid
+    judges = [] if environment else [rewards.find(name) for name in names]
     embedded = o.data == str(train.tiny.INSTRUCTIONS)  # short prompts, for a small model
     seq_len, lr = o.step.seq_len or (96 if embedded else 0), o.optim.lr or (3e-4 if embedded else 0.0)
     o = o.changed(batch=rows // minibatches, seq_len=seq_len, lr=lr)
@@ -156,17 +167,19 @@ def main(o: GRPOOptions) -> None:
     records, held_out = open_records(o.data, o.hold_out, o.naming.columns)
     seq_len, columns = o.step.seq_len, o.naming.columns
     room = seq_len + 1 - o.rollouts.max_new_tokens
-    looked_at = [encode(record, tokenizer) for record in itertools.islice(records, 200)]
-    if not any(len(prompt.ids) <= room for prompt in looked_at):
+    looked_at = [] if environment else [encode(record, tokenizer) for record in itertools.islice(records, 200)]
+    if not environment and not any(len(prompt.ids) <= room for prompt in looked_at):
         raise ValueError(f"No prompt has at most {room} tokens, --seq-len without --max-new-tokens; raise the former.")
 
-    if o.dry_run:
+    if o.dry_run and not environment:
         everything = itertools.chain(records, held_out or ())
         prompts = ((record.where, encode(record, tokenizer)) for record in everything)
         for name, worth in try_rewards(prompts, names, judges).items():
             rich.print(f"The reward {name} gives {worth:g} for the first record's answer, and all have what it needs.")
 
     def batched(records: grain.MapDataset[Record]) -> grain.IterDataset:
+        if environment:
+            return records.map(lambda record: record.fields).to_iter_dataset().batch(o.prompts, batch_fn=list)
         prompts = records.map(functools.partial(encode, tokenizer=tokenizer)).to_iter_dataset()
         return prompts.filter(lambda prompt: len(prompt.ids) <= room).batch(o.prompts, batch_fn=list)
 
@@ -180,21 +193,33 @@ def main(o: GRPOOptions) -> None:
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = resolve_steps(o, o.optim.steps)
-    sample = functools.partial(
-        rollout, options=o.rollouts, rewards=o.rewards, judges=judges, tokenizer=tokenizer, mesh=mesh,
-        seq_len=seq_len, dtype=o.step.compute_dtype, seed=o.seed,
-    )  # fmt: skip
-    task = Task(
-        data,
-        functools.partial(objective, options=o),
-        reference=finetune.load_frozen(o, model, mesh) if o.kl and not o.lora.rank else None,
-        validation=validation,
-        prompts=[Encoded(prompt.ids, prompt.images) for prompt in looked_at[:3]],
-        rollout=sample,
-        updates=o.rollouts.iterations * minibatches,
-        example=padding_rows(o.step.batch, seq_len) | seen,
+    sampling: Any = dict(
+        options=o.rollouts, rewards=o.rewards, mesh=mesh, seq_len=seq_len, dtype=o.step.compute_dtype, seed=o.seed
     )
-    finetune.run(o, model, mesh, tokenizer, task, data=source)
+    with contextlib.ExitStack() as processes:
+        if environment:
+            limits = o.environments.tool_seconds, o.environments.tool_output
+            host = processes.enter_context(Host(environment, *limits))
+            chats = trajectories.Chats(tokenizer, host.tools, o.environments.past)
+            sample = functools.partial(
+                trajectories.rollout, host=host, chats=chats, environment=o.environments, **sampling
+            )
+            if o.dry_run:
+                rich.print(f"The environment {environment} has {trajectories.described(host, next(iter(records)))}.")
+        else:
+            of_prompts = functools.partial(rollout, judges=judges, tokenizer=tokenizer, **sampling)
+            sample = lambda model, prompts, n, folder: of_prompts(model, prompts, n)
+        task = Task(
+            data,
+            functools.partial(objective, options=o),
+            reference=finetune.load_frozen(o, model, mesh) if o.kl and not o.lora.rank else None,
+            validation=validation,
+            prompts=[Encoded(prompt.ids, prompt.images) for prompt in looked_at[:3]],
+            rollout=sample,
+            updates=o.rollouts.iterations * minibatches,
+            example=padding_rows(o.step.batch, seq_len) | seen,
+        )
+        finetune.run(o, model, mesh, tokenizer, task, data=source)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
 
 import jax
@@ -23,6 +23,7 @@ from train.data.prompts import Prompt
 from train.data.rewards import BadRecord, Reward
 from train.state.mesh import generating
 from train.step import loss
+from train.step.task import Rolled
 from zoo.generation.engine import complete
 from zoo.nn.model import AbstractModel
 from zoo.text.tokenizer import Tokenizer
@@ -94,8 +95,8 @@ def rollout(
     seq_len: int,
     dtype: str,
     seed: int,
-) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
-    """Samples completions for step `n` of `train.grpo`. Returns its batches, and metrics: mean reward, pass@k, length.
+) -> Rolled:
+    """Samples completions for step `n` of `train.grpo`. Its metrics are mean reward, pass@k, length and the like.
 
     A row has a prompt with one completion, in the arrays of `train.data.packing`, and two more arrays: "advantages"
     (constant along a row) and "old", the log-probability with which each target was drawn.
@@ -116,7 +117,7 @@ def rollout(
     seconds = time.monotonic() - started
     each, errors = score([[tokenizer.answer(c.tokens) for c in group] for group in groups], prompts, rewards, judges)
     total = each @ np.array(rewards.weights, np.float32)
-    advantages = np.asarray(loss.group_advantages(jnp.asarray(total), scale=rewards.scale_rewards)).reshape(-1)
+    advantages = advantages_of(total, rewards)
 
     rows = padding_rows(advantages.size, seq_len)
     if tokenizer.processor is not None:
@@ -131,11 +132,6 @@ def rollout(
         rows["loss_mask"][row, start:end], rows["segments"][row, :end] = 1, 1
         rows["positions"][row, :end] = np.arange(end)
         rows["advantages"][row], rows["old"][row, start:end] = advantages[row], completion.logprobs
-    random = np.random.RandomState((seed + n) % 2**32)
-    orders = [random.permutation(advantages.size) for _ in range(options.iterations)]
-    batches = [
-        {name: a[part] for name, a in rows.items()} for order in orders for part in np.split(order, options.minibatches)
-    ]
     completions = list(itertools.chain(*groups))
     lengths = [len(c.tokens) for c in completions]
     numbers = {
@@ -149,7 +145,25 @@ def rollout(
     }
     if len(rewards.reward) > 1:
         numbers |= {f"reward_{name}": float(mean) for name, mean in zip(rewards.reward, each.mean((0, 1)), strict=True)}
-    return batches, numbers
+    return Rolled(shuffled(rows, options, seed + n), numbers)
+
+
+def advantages_of(
+    rewards: Float[np.ndarray, "prompts group"], options: RewardOptions
+) -> Float[np.ndarray, " completions"]:
+    """Computes the advantage of each completion."""
+    return np.asarray(loss.group_advantages(jnp.asarray(rewards), scale=options.scale_rewards)).reshape(-1)
+
+
+def shuffled(
+    rows: Mapping[str, Shaped[np.ndarray, "rows ..."]], options: RolloutOptions, seed: int
+) -> list[dict[str, Shaped[np.ndarray, "part ..."]]]:
+    """Returns the batches of a step: for each of its iterations all rows, in another order, in `minibatches` parts."""
+    random = np.random.RandomState(seed % 2**32)
+    orders = [random.permutation(len(rows["tokens"])) for _ in range(options.iterations)]
+    return [
+        {name: a[part] for name, a in rows.items()} for order in orders for part in np.split(order, options.minibatches)
+    ]
 
 
 def try_rewards(

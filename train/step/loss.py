@@ -222,7 +222,8 @@ def aggregate(
     """
     on = mask != 0
     lengths = jnp.sum(on, axis=1).astype(values.dtype)
-    sums, sequences = jnp.sum(jnp.where(on, values, 0), axis=1), jnp.asarray(len(values), values.dtype)
+    sums = jnp.sum(jnp.where(on, values, 0), axis=1)
+    sequences = jnp.sum(lengths > 0).astype(values.dtype)  # other rows are padding
     match how:
         case "grpo":
             return jnp.sum(sums / jnp.maximum(lengths, 1)), sequences
