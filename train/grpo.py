@@ -71,9 +71,10 @@ class GRPOOptions(finetune.FineTuningOptions):
     """Largest number of prompts to evaluate on, each with a --group of completions. 0: all that are held out."""
     prompts: int = option(8, group=Group.STEP)
     """Number of prompts of a step."""
-    loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
+    loss: Literal["grpo", "dapo", "dr_grpo", "cispo", "sapo"] = "dapo"
     """How losses of tokens are averaged. grpo: over a completion, then over completions. dapo: over all tokens.
-    dr_grpo: the sum of the losses is divided by completions times --max-new-tokens."""
+    dr_grpo: the sum of the losses is divided by completions times --max-new-tokens. cispo: as dapo, with ratios as
+    weights that are clipped. sapo: as grpo, with a smooth gate instead of clipping."""
     level: Literal["token", "sequence"] = option("token", rare=True)
     """Level of the ratios of probabilities. token: each token has its own. sequence: each whole completion has one
     (GSPO)."""
@@ -81,6 +82,8 @@ class GRPOOptions(finetune.FineTuningOptions):
     """Distance from 1 at which ratios of probabilities are clipped, below and above."""
     epsilon_high: float = option(0.0, rare=True)
     """Distance above 1 at which ratios are clipped: 0.28 in DAPO; GSPO has 3e-4 below and 4e-4 above. 0: --epsilon."""
+    high_entropy: float = option(1.0, rare=True)
+    """Share of the tokens that are learnt from: those with the highest entropy."""
     kl: float = 0.0
     """Weight of the divergence from the model that the run began with (GRPO's beta); 0.04 in DeepSeekMath."""
     rewards: Flat[RewardOptions] = RewardOptions()
@@ -118,10 +121,18 @@ def objective(
         return loss.logprobs(unembed, x, batch["targets"]), reports
 
     (logps, entropy), reports = logprobs(model)
-    values, clipped = loss.clipped_policy(
-        logps, batch["old"], batch["advantages"][:, 0], mask,
-        epsilon_low=options.epsilon, epsilon_high=options.epsilon_high or options.epsilon, level=options.level,
-    )  # fmt: skip
+    drawn, above = (logps, batch["old"], batch["advantages"][:, 0], mask), options.epsilon_high or options.epsilon
+    match options.loss:
+        case "cispo":
+            values, clipped = loss.cispo(*drawn, epsilon_high=above)
+        case "sapo":
+            values, clipped = loss.sapo(*drawn), jnp.zeros(mask.shape, bool)
+        case _:
+            values, clipped = loss.clipped_policy(
+                *drawn, epsilon_low=options.epsilon, epsilon_high=above, level=options.level
+            )
+    if options.high_entropy < 1:
+        values = jnp.where(loss.of_high_entropy(entropy, mask, options.high_entropy), values, 0)
     metrics = {"entropy": entropy, "clipped": clipped.astype(jnp.float32), "drift": jnp.abs(logps - batch["old"])}
     if options.kl:
         (there, _), _ = jax.lax.stop_gradient(logprobs(lora.bare(model) if reference is None else reference))
@@ -129,8 +140,9 @@ def objective(
         values += options.kl * metrics["kl"]
     # Metrics are averaged over tokens, whatever --loss is.
     size = options.rollouts.max_new_tokens if options.loss == "dr_grpo" else 1
-    mean = lambda values: size * loss.aggregate(values, mask, "dapo" if options.loss == "dapo" else "grpo")[0]
-    total, count = loss.aggregate(values, mask, options.loss, max_length=options.rollouts.max_new_tokens)
+    how: Any = {"cispo": "dapo", "sapo": "grpo"}.get(options.loss, options.loss)
+    mean = lambda values: size * loss.aggregate(values, mask, "dapo" if how == "dapo" else "grpo")[0]
+    total, count = loss.aggregate(values, mask, how, max_length=options.rollouts.max_new_tokens)
     sums = {name: mean(values) for name, values in metrics.items()} | {"loss": total}
     return total, count, jax.lax.stop_gradient(sums), reports
 
@@ -146,6 +158,8 @@ def main(o: GRPOOptions) -> None:
     rows = o.prompts * group
     if rows % minibatches:
         raise ValueError(f"{o.prompts} x {group} completions can't be split into {minibatches} minibatches.")
+    if o.level == "sequence" and o.loss in ("cispo", "sapo"):
+        raise ValueError(f"--loss {o.loss} has ratios of tokens; leave out --level sequence.")
     if group < 2:
         raise ValueError(f"--group {group}: a completion is compared with the others of its prompt; take 2 or more.")
     if weights and len(weights) != len(names):

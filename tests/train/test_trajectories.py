@@ -1,8 +1,12 @@
 """Trajectories of several turns: environments in processes, chats in tokens, rows, the journal, and the script."""
 
 import concurrent.futures
+import itertools
 import json
 import pathlib
+import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,9 @@ import numpy as np
 import pytest
 
 import zoo
+from tests import hurry
 from tests.train.conftest import command
+from tests.transcripts import ROOT
 from tests.zoo import tiny
 from train import grpo
 from train.data.records import Record
@@ -101,6 +107,9 @@ class Game:
         if os.environ.get("CALLS"):
             with open(os.environ["CALLS"], "a") as file:
                 file.write(f"{answer}\\n")
+        if (kill := os.environ.get("KILL")) and not os.path.exists(kill) and self._turn:
+            open(kill, "w").close()
+            os.kill(int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1]), 9)  # the trainer
         self._turn += 1
         self._letters += sum(c in "aeiou" for c in answer)
         random = secrets.token_hex(2) if os.environ.get("RANDOM") else ""
@@ -282,7 +291,7 @@ def test_a_trajectory_with_a_tool():
     assert tokenizer.decode(learnt, special=True) == end.join([*replies, ""])
     whole = tokenizer.decode(at.branches[0].tokens, special=True)
     assert "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n408\n</tool_response><|im_end|>" in whole
-    rows = trajectories._rows([at], np.array([0.5]), 400)
+    rows = trajectories._rows([at], np.array([0.5]), 400, False)
     assert rows["loss_mask"].sum() == len(learnt) and (rows["targets"][rows["loss_mask"] == 1] == learnt).all()
     assert (rows["old"][rows["loss_mask"] == 1] == -1).all() and not rows["old"][rows["loss_mask"] == 0].any()
 
@@ -452,29 +461,45 @@ def test_the_script(folder, tmp_path):
         command("train.grpo", *arguments(folder, tmp_path / "run", "--reward", "exact"))
 
 
+def numbers(out):
+    lines = lines_of(out / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if "second" not in k and "memory" not in k} for line in lines]
+
+
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_numbers(folder, tmp_path, monkeypatch):
-    """A run that fails anywhere within its rollouts goes on with the same tokens, rewards and losses."""
+def test_a_run_that_fails_anywhere_goes_on_to_the_same_numbers(folder, tmp_path, monkeypatch):
+    """A run that fails at any answer of an environment goes on with the same tokens, rewards and losses."""
     script = lambda out: command("train.grpo", *arguments(folder, out, "--steps", 3, "--save-every", 1))
     script(tmp_path / "whole")
-    numbers = lambda out: [
-        {k: v for k, v in line.items() if "second" not in k and "memory" not in k}
-        for line in lines_of(out / "metrics.jsonl")
-    ]
     whole, put = numbers(tmp_path / "whole"), Journal.put
-    for fails in range(20):
-        left = [1 + fails * 3]
+    answers = sum(len(lines_of(path)) for path in (tmp_path / "whole" / "journal").iterdir())
+    for trial in range(20):
+        left = itertools.count(answers * trial // 20, -1)
 
         def fail(journal, key, response, left=left):
-            left[0] -= 1
-            if left[0] == 0:
-                raise ZeroDivisionError
             put(journal, key, response)
+            if next(left) == 0:
+                raise ZeroDivisionError
 
-        monkeypatch.setattr(Journal, "put", fail)
-        with pytest.raises((ZeroDivisionError, SystemExit)):
-            script(tmp_path / f"failed{fails}")
-            raise SystemExit
-        monkeypatch.setattr(Journal, "put", put)
-        script(tmp_path / f"failed{fails}")
-        assert numbers(tmp_path / f"failed{fails}") == whole
+        with monkeypatch.context() as patch, pytest.raises((ZeroDivisionError, SystemExit)):
+            patch.setattr(Journal, "put", fail)
+            script(tmp_path / f"failed{trial}")
+        script(tmp_path / f"failed{trial}")
+        assert numbers(tmp_path / f"failed{trial}") == whole
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_numbers(folder, tmp_path):
+    """A run that its environment kills within a step, by SIGKILL, goes on with the same tokens, rewards and losses."""
+
+    def script(out, **environment):
+        words = [sys.executable, "-m", "train.grpo", *arguments(folder, out, "--steps", 2, "--save-every", 1)]
+        return subprocess.run(words, env=hurry.environment() | environment, cwd=ROOT, capture_output=True).returncode
+
+    kill = {"KILL": str(tmp_path / "killed")}
+    codes = [
+        script(tmp_path / "whole"),
+        script(tmp_path / "killed-run", **kill),
+        script(tmp_path / "killed-run", **kill),
+    ]
+    assert codes == [0, -signal.SIGKILL, 0] and numbers(tmp_path / "killed-run") == numbers(tmp_path / "whole")

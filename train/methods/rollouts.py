@@ -46,8 +46,11 @@ class RewardOptions(OptionGroup):
     correct: float | None = option(None, rare=True)
     """Least reward of a completion that counts as correct in pass@1 and pass@k. None: the sum of the weights of the
     rewards, which is the full reward if each reward is at most 1."""
+    advantages: Literal["grpo", "rloo", "gdpo"] = option("grpo", rare=True)
+    """Comparison of a completion's reward with those of its group. grpo: with their mean, in standard deviations. rloo:
+    with the mean of the others. gdpo: each of several rewards as in grpo, and their weighted sum once more."""
     scale_rewards: bool = option(True, rare=True)
-    """Divide advantages by the standard deviation of their group; Dr. GRPO does not."""
+    """Divide advantages of grpo by the standard deviation of their group; Dr. GRPO does not."""
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -76,6 +79,8 @@ class RolloutOptions(OptionGroup):
     """Number of times that a step learns from its completions. All times but the first are off-policy."""
     minibatches: int = option(1, rare=True)
     """Number of updates in each of the --iterations."""
+    mask_truncated: bool = option(False, rare=True)
+    """Learn nothing from completions that did not end by themselves."""
     rollout_batch: int = option(64, rare=True, was="slots")
     """Number of completions that are sampled at a time."""
     cache_dtype: Literal["auto", "int8"] = option("auto", rare=True)
@@ -117,7 +122,7 @@ def rollout(
     seconds = time.monotonic() - started
     each, errors = score([[tokenizer.answer(c.tokens) for c in group] for group in groups], prompts, rewards, judges)
     total = each @ np.array(rewards.weights, np.float32)
-    advantages = advantages_of(total, rewards)
+    advantages = advantages_of(each, rewards)
 
     rows = padding_rows(advantages.size, seq_len)
     if tokenizer.processor is not None:
@@ -129,7 +134,8 @@ def rollout(
         tokens, start = ids + completion.tokens, len(ids) - 1
         end = len(tokens) - 1
         rows["tokens"][row, :end], rows["targets"][row, :end] = tokens[:-1], tokens[1:]
-        rows["loss_mask"][row, start:end], rows["segments"][row, :end] = 1, 1
+        rows["loss_mask"][row, start:end] = completion.ended or not options.mask_truncated
+        rows["segments"][row, :end] = 1
         rows["positions"][row, :end] = np.arange(end)
         rows["advantages"][row], rows["old"][row, start:end] = advantages[row], completion.logprobs
     completions = list(itertools.chain(*groups))
@@ -149,10 +155,18 @@ def rollout(
 
 
 def advantages_of(
-    rewards: Float[np.ndarray, "prompts group"], options: RewardOptions
+    each: Float[np.ndarray, "prompts group names"], options: RewardOptions
 ) -> Float[np.ndarray, " completions"]:
-    """Computes the advantage of each completion."""
-    return np.asarray(loss.group_advantages(jnp.asarray(rewards), scale=options.scale_rewards)).reshape(-1)
+    """Computes the advantage of each completion from its rewards."""
+    weights = np.array(options.weights, np.float32)
+    match options.advantages:
+        case "grpo":
+            found = loss.group_advantages(jnp.asarray(each @ weights), scale=options.scale_rewards)
+        case "rloo":
+            found = loss.leave_one_out(jnp.asarray(each @ weights))
+        case "gdpo":
+            found = loss.advantages_of_each(jnp.asarray(each), jnp.asarray(weights))
+    return np.asarray(found).reshape(-1)
 
 
 def shuffled(

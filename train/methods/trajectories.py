@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from train.base import cluster
 from train.data.record import Record
-from train.methods.environments import Environment, EnvironmentOptions, Host, Journal, forget
+from train.methods.environments import Environment, EnvironmentOptions, Host, Journal, Response, forget
 from train.methods.rollouts import RewardOptions, RolloutOptions, advantages_of, padding_rows, pass_at, shuffled
 from train.state.mesh import generating
 from train.step.task import Rolled
@@ -33,6 +33,7 @@ from zoo.generation.decoding import bucket
 from zoo.generation.engine import Completion, Engine
 from zoo.generation.sampling import Sampling
 from zoo.nn.model import AbstractModel
+from zoo.text.calls import Call
 from zoo.text.replies import Piece
 from zoo.text.tokenizer import Tokenizer
 
@@ -214,46 +215,49 @@ class Players:
 
     def answer(self, at: Trajectory, done: Completion) -> Move:
         """Returns the move after a reply. It changes nothing of the trajectory, beside its environment."""
-        drawn, turn, before = done.prompt + done.tokens, at.turns, at.environment.seconds
-        piece, new = self.chats.read(done.prompt, done.tokens), []
-        last = not done.ended or turn == self.options.turns
-        end: End = "" if not last else "length" if not done.ended else "turns"
-        calls, errors, problem = 0, 0, ""
-        ids = [call.id or f"call{turn:02}{n:03}" for n, call in enumerate(piece.calls)]
-        reply = _message(piece, [_called(id, {"name": c.name, "arguments": dict(c.arguments)}) for id, c in zip(
-            ids, piece.calls, strict=True
-        )])  # fmt: skip
-        if not piece.calls:
-            response = at.environment.ask("reply", piece.answer, after=drawn) if self.replies else None
-            if response is None or response.value is None:
-                end = "lost" if response and response.lost else end if end == "length" else "done"
-                problem = f"reply raises {response.error}" if response and response.error else ""
-            else:
-                new.append({"role": "user", "content": response.value})
-        for id, call in zip(ids, piece.calls, strict=True) if not last else ():
-            if call.name in (names := [tool["function"]["name"] for tool in self.chats.tools or ()]):
-                response = at.environment.ask("tool", call.name, dict(call.arguments), after=drawn)
-                error, end = response.error, "lost" if response.lost else end
-                content = response.value if error is None else f"Error: {error}"
-            else:
-                error = content = f"Error: there is no tool {call.name!r}; there are {', '.join(names)}."
-            calls, errors = calls + 1, errors + (error is not None)
-            new.append({"role": "tool", "tool_call_id": id, "name": call.name, "content": content})
-            if end:
-                break
-        text, tokens, anew = at.text, [], False
-        if not end:
+        drawn, before = done.prompt + done.tokens, at.environment.seconds
+        piece = self.chats.read(done.prompt, done.tokens)
+        calls = [(call.id or f"call{at.turns:02}{n:03}", call) for n, call in enumerate(piece.calls)]
+        functions = [_called(id, {"name": c.name, "arguments": dict(c.arguments)}) for id, c in calls]
+        reply = _message(piece, functions)
+        limit: End = "length" if not done.ended else "turns" if at.turns == self.options.turns else ""
+        if not calls:
+            move = self._after(piece.answer, at, drawn, limit)
+        else:
+            move = Move([], end=limit) if limit else self._results(calls, at, drawn)
+        if not move.end:
             messages = [*at.messages, reply]
-            text, tokens, anew = self.chats.following(at.text, messages, new, done.tokens[-1])
-            if len(tokens) + (0 if anew else len(drawn)) >= self.room:
-                end = "length"
-        reward = 0.0
-        if end and end != "lost":
+            text, tokens, anew = self.chats.following(at.text, messages, move.messages, done.tokens[-1])
+            full = len(tokens) + (0 if anew else len(drawn)) >= self.room
+            move = move._replace(text=text, tokens=tokens, anew=anew, end="length" if full else "")
+        if move.end not in ("", "lost"):
             response = at.environment.ask("reward", after=drawn)
-            reward = response.value or 0.0
-            problem = f"reward raises {response.error}" if response.error else problem
-        seconds = at.environment.seconds - before
-        return Move([reply, *new], text, tokens, anew, end, reward, problem, calls, errors, seconds)
+            problem = f"reward raises {response.error}" if response.error else move.problem
+            move = move._replace(reward=response.value or 0.0, problem=problem)
+        return move._replace(messages=[reply, *move.messages], seconds=at.environment.seconds - before)
+
+    def _after(self, answer: str, at: Trajectory, drawn: Sequence[int], limit: End) -> Move:
+        """Returns the move after an answer that calls no tool."""
+        response = at.environment.ask("reply", answer, after=drawn) if self.replies else Response()
+        if response.error:
+            return Move([], end="lost" if response.lost else "done", problem=f"reply raises {response.error}")
+        if response.value is None:
+            return Move([], end="length" if limit == "length" else "done")
+        return Move([{"role": "user", "content": response.value}], end=limit)
+
+    def _results(self, calls: Sequence[tuple[str, Call]], at: Trajectory, drawn: Sequence[int]) -> Move:
+        """Returns the move after calls of tools, which have ids: their results."""
+        names, results, errors = [tool["function"]["name"] for tool in self.chats.tools or ()], [], 0
+        for id, call in calls:
+            response = Response(error=f"there is no tool {call.name!r}; there are {', '.join(names)}.")
+            if call.name in names:
+                response = at.environment.ask("tool", call.name, dict(call.arguments), after=drawn)
+            errors += response.error is not None
+            content = response.value if response.error is None else f"Error: {response.error}"
+            results.append({"role": "tool", "tool_call_id": id, "name": call.name, "content": content})
+            if response.lost:
+                return Move(results, end="lost", calls=len(results), errors=errors)
+        return Move(results, calls=len(results), errors=errors)
 
 
 # ======================================================================================================================
@@ -319,7 +323,7 @@ def rollout(
     if problems:
         warnings.warn(f"--environment {environment.environment}: {problems[0]}. Such count as 0.", stacklevel=2)
     total = np.array([[each.last.reward for each in group] for group in groups], np.float32)
-    rows = _rows(everything, advantages_of(total, rewards), seq_len)
+    rows = _rows(everything, advantages_of(total[..., None], rewards), seq_len, options.mask_truncated)
     numbers = {
         "reward": float(total.mean()),
         "reward_deviation": float(total.std(axis=1).mean()),
@@ -429,16 +433,19 @@ def _oldest(folder: pathlib.Path, updates: int) -> int:
     return min(found, default=0) // updates
 
 
-def _rows(trajectories: Sequence[Trajectory], advantages: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
-    """Returns the rows of trajectories."""
+def _rows(
+    trajectories: Sequence[Trajectory], advantages: np.ndarray, seq_len: int, mask_truncated: bool
+) -> dict[str, np.ndarray]:
+    """Returns the rows of trajectories. With `mask_truncated`, truncated ones have none."""
     branches = [
         (branch, advantage)
         for each, advantage in zip(trajectories, advantages, strict=True)
+        if each.last.end == "done" or not mask_truncated
         for branch in each.branches
         if any(logprob is not None for logprob in branch.logprobs)
     ]
     count = len(trajectories)
-    rows = padding_rows(count * bucket(math.ceil(len(branches) / count), 1), seq_len)
+    rows = padding_rows(count * bucket(max(1, math.ceil(len(branches) / count)), 1), seq_len)
     for row, (branch, advantage) in enumerate(branches):
         drawn = np.array([logprob is not None for logprob in branch.logprobs])
         end = int(np.flatnonzero(drawn)[-1])
@@ -465,7 +472,7 @@ def _numbers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _sample(trajectory: Trajectory) -> dict[str, Any]:
-    """Returns a trajectory for samples.jsonl: its messages, and a text of them."""
+    """Returns a trajectory for samples.jsonl: its messages, a text of them, and its tokens with log-probabilities."""
     said = lambda message: "\n".join(
         [str(message["content"] or ""), *(f"-> {c['function']}" for c in message.get("tool_calls", ()))]
     ).strip()
@@ -478,4 +485,5 @@ def _sample(trajectory: Trajectory) -> dict[str, Any]:
         "messages": trajectory.messages,
         "reward": last.reward,
         "end": last.end,
+        "branches": [dataclasses.asdict(branch) for branch in trajectory.branches],
     }
