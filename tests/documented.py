@@ -47,6 +47,7 @@ SMALL = {
     "train.mine": "",
     "train.distill": f"{SHORT} --batch 4",
     "train.grpo": "--seq-len 128 --steps 1 --prompts 2 --group 2 --rollout-batch 4 --max-new-tokens 4",
+    "train.environments": "--count 20",
     "train.prepare": "--seq-len 128 --workers 1",
     "train.inspect": "",
     "train.report": "",
@@ -97,6 +98,8 @@ def write_data() -> None:
     groups = [{"anchor": f"the number {n}", "positive": f"number {n}", "negative": [f"{n + 1}"]} for n in range(60)]
     pathlib.Path("texts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in groups))
     pathlib.Path("math.jsonl").write_text('{"prompt": "1 + 1 = ", "answer": "2"}\n' * 4)
+    library = re.search(r"^```python\n(.*?)^```", (ROOT / "docs/agents.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    pathlib.Path("library.py").write_text(library[1] if library else "")
     pathlib.Path("rewards.py").write_text(
         "polite = lambda text, record: float('please' in text)\nbrief = lambda text, record: -len(text)\n"
     )
@@ -244,7 +247,8 @@ def do(command: str) -> str:
         case ["python", "-m", "zoo", kind, *rest] if f"zoo {kind}" in SMALL:
             run("zoo", [kind, *rest, *SMALL[f"zoo {kind}"].split()])
         case ["python", "-m", module, *rest] if module in SMALL:
-            run(module, [*rest, *SMALL[module].split()])
+            small = SMALL[module].replace("128", "400") if "--environment" in rest else SMALL[module]  # tools are long
+            run(module, [*rest, *small.split()])
         case _:
             raise SystemExit("tests/documented.py does not know how to run this.")
     return ""

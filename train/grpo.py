@@ -6,6 +6,7 @@ samples, on the same devices. Without arguments the script teaches the embedded 
 ends with a full stop.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -27,6 +28,8 @@ from train.data.packing import fingerprint
 from train.data.pictures import of_rows
 from train.data.prompts import encode
 from train.data.records import Record, open_records
+from train.methods import trajectories
+from train.methods.environments import EnvironmentOptions, Host
 from train.methods.judges import NAME, Judge
 from train.methods.rollouts import RewardOptions, RolloutOptions, padding_rows, rollout, try_rewards
 from train.run import finetune
@@ -69,9 +72,10 @@ class GRPOOptions(finetune.FineTuningOptions):
     """Largest number of prompts to evaluate on, each with a --group of completions. 0: all that are held out."""
     prompts: int = option(8, group=Group.STEP)
     """Number of prompts of a step."""
-    loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
+    loss: Literal["grpo", "dapo", "dr_grpo", "cispo", "sapo"] = "dapo"
     """How losses of tokens are averaged. grpo: over a completion, then over completions. dapo: over all tokens.
-    dr_grpo: the sum of the losses is divided by completions times --max-new-tokens."""
+    dr_grpo: the sum of the losses is divided by completions times --max-new-tokens. cispo: as dapo, with ratios as
+    weights that are clipped. sapo: as grpo, with a smooth gate instead of clipping."""
     level: Literal["token", "sequence"] = option("token", rare=True)
     """Level of the ratios of probabilities. token: each token has its own. sequence: each whole completion has one
     (GSPO)."""
@@ -79,10 +83,13 @@ class GRPOOptions(finetune.FineTuningOptions):
     """Distance from 1 at which ratios of probabilities are clipped, below and above."""
     epsilon_high: float = option(0.0, rare=True)
     """Distance above 1 at which ratios are clipped: 0.28 in DAPO; GSPO has 3e-4 below and 4e-4 above. 0: --epsilon."""
+    high_entropy: float = option(1.0, rare=True)
+    """Share of the tokens that are learnt from: those with the highest entropy."""
     kl: float = 0.0
     """Weight of the divergence from the model that the run began with (GRPO's beta); 0.04 in DeepSeekMath."""
     rewards: Flat[RewardOptions] = RewardOptions()
     rollouts: Flat[RolloutOptions] = RolloutOptions()
+    environments: Flat[EnvironmentOptions] = EnvironmentOptions()
     naming: Flat[ColumnOptions] = ColumnOptions()
     optim: Flat[OptimizerOptions] = OptimizerOptions(steps=100)
     step: Flat[StepOfRollouts] = StepOfRollouts()
@@ -115,10 +122,18 @@ def objective(
         return loss.logprobs(unembed, x, batch["targets"]), reports
 
     (logps, entropy), reports = logprobs(model)
-    values, clipped = loss.clipped_policy(
-        logps, batch["old"], batch["advantages"][:, 0], mask,
-        epsilon_low=options.epsilon, epsilon_high=options.epsilon_high or options.epsilon, level=options.level,
-    )  # fmt: skip
+    drawn, above = (logps, batch["old"], batch["advantages"][:, 0], mask), options.epsilon_high or options.epsilon
+    match options.loss:
+        case "cispo":
+            values, clipped = loss.cispo(*drawn, epsilon_high=above)
+        case "sapo":
+            values, clipped = loss.sapo(*drawn), jnp.zeros(mask.shape, bool)
+        case _:
+            values, clipped = loss.clipped_policy(
+                *drawn, epsilon_low=options.epsilon, epsilon_high=above, level=options.level
+            )
+    if options.high_entropy < 1:
+        values = jnp.where(loss.of_high_entropy(entropy, mask, options.high_entropy), values, 0)
     metrics = {"entropy": entropy, "clipped": clipped.astype(jnp.float32), "drift": jnp.abs(logps - batch["old"])}
     if options.kl:
         (there, _), _ = jax.lax.stop_gradient(logprobs(lora.bare(model) if reference is None else reference))
@@ -126,8 +141,9 @@ def objective(
         values += options.kl * metrics["kl"]
     # Metrics are averaged over tokens, whatever --loss is.
     size = options.rollouts.max_new_tokens if options.loss == "dr_grpo" else 1
-    mean = lambda values: size * loss.aggregate(values, mask, "dapo" if options.loss == "dapo" else "grpo")[0]
-    total, count = loss.aggregate(values, mask, options.loss, max_length=options.rollouts.max_new_tokens)
+    how: Any = {"cispo": "dapo", "sapo": "grpo"}.get(options.loss, options.loss)
+    mean = lambda values: size * loss.aggregate(values, mask, "dapo" if how == "dapo" else "grpo")[0]
+    total, count = loss.aggregate(values, mask, how, max_length=options.rollouts.max_new_tokens)
     sums = {name: mean(values) for name, values in metrics.items()} | {"loss": total}
     return total, count, jax.lax.stop_gradient(sums), reports
 
@@ -143,32 +159,43 @@ def main(o: GRPOOptions) -> None:
     rows = o.prompts * group
     if rows % minibatches:
         raise ValueError(f"{o.prompts} x {group} completions can't be split into {minibatches} minibatches.")
+    if o.level == "sequence" and o.loss in ("cispo", "sapo"):
+        raise ValueError(f"--loss {o.loss} has ratios of tokens; leave out --level sequence.")
     if group < 2:
         raise ValueError(f"--group {group}: a completion is compared with the others of its prompt; take 2 or more.")
     if weights and len(weights) != len(names):
         raise ValueError(f"{len(names)} rewards need as many --reward-weights, not {len(weights)}.")
+    environment = o.environments.environment
+    if environment and names != RewardOptions().reward:
+        raise ValueError(f"The environment {environment} gives the reward itself; leave out --reward.")
+    if environment:
+        o.refuse_vision("environments have texts alone")
+    if environment == "python":
+        rewards.find("python")  # warns of what this system can't forbid
     embedded = o.data == str(train.tiny.INSTRUCTIONS)  # short prompts, for a small model
     seq_len, lr = o.step.seq_len or (96 if embedded else 0), o.optim.lr or (3e-4 if embedded else 0.0)
     o = o.changed(batch=rows // minibatches, seq_len=seq_len, lr=lr)
     o = finetune.resolve(o, config, width_lr=width_lr(o.lora) / 20)
     load = functools.partial(Judge.load, mesh=mesh, dtype=o.step.compute_dtype, batch=o.rollouts.rollout_batch)
-    judges = [load(name) if name.startswith(NAME) else rewards.find(name) for name in names]
+    judges = [] if environment else [load(name) if name.startswith(NAME) else rewards.find(name) for name in names]
 
     # ----------------------------------------------------------------------------------------------------------- data
     records, held_out = open_records(o.data, o.hold_out, o.naming.columns)
     seq_len, columns = o.step.seq_len, o.naming.columns
     room = seq_len + 1 - o.rollouts.max_new_tokens
-    looked_at = [encode(record, tokenizer) for record in itertools.islice(records, 200)]
-    if not any(len(prompt.ids) <= room for prompt in looked_at):
+    looked_at = [] if environment else [encode(record, tokenizer) for record in itertools.islice(records, 200)]
+    if not environment and not any(len(prompt.ids) <= room for prompt in looked_at):
         raise ValueError(f"No prompt has at most {room} tokens, --seq-len without --max-new-tokens; raise the former.")
 
-    if o.dry_run:
+    if o.dry_run and not environment:
         everything = itertools.chain(records, held_out or ())
         prompts = ((record.where, encode(record, tokenizer)) for record in everything)
         for name, worth in try_rewards(prompts, names, judges).items():
             rich.print(f"The reward {name} gives {worth:g} for the first record's answer, and all have what it needs.")
 
     def batched(records: grain.MapDataset[Record]) -> grain.IterDataset:
+        if environment:
+            return records.map(lambda record: record.fields).to_iter_dataset().batch(o.prompts, batch_fn=list)
         prompts = records.map(functools.partial(encode, tokenizer=tokenizer)).to_iter_dataset()
         return prompts.filter(lambda prompt: len(prompt.ids) <= room).batch(o.prompts, batch_fn=list)
 
@@ -182,22 +209,34 @@ def main(o: GRPOOptions) -> None:
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = resolve_steps(o, o.optim.steps)
-    sample = functools.partial(
-        rollout, options=o.rollouts, rewards=o.rewards, judges=judges, tokenizer=tokenizer, mesh=mesh,
-        seq_len=seq_len, dtype=o.step.compute_dtype, seed=o.seed,
-    )  # fmt: skip
-    task = Task(
-        data,
-        functools.partial(objective, options=o),
-        reference=finetune.load_frozen(o, model, mesh) if o.kl and not o.lora.rank else None,
-        validation=validation,
-        prompts=[Encoded(prompt.ids, prompt.images) for prompt in looked_at[:3]],
-        rollout=sample,
-        updates=o.rollouts.iterations * minibatches,
-        beside=[judge.model for judge in judges if isinstance(judge, Judge)],
-        example=padding_rows(o.step.batch, seq_len) | seen,
+    sampling: Any = dict(
+        options=o.rollouts, rewards=o.rewards, mesh=mesh, seq_len=seq_len, dtype=o.step.compute_dtype, seed=o.seed
     )
-    finetune.run(o, model, mesh, tokenizer, task, data=source)
+    with contextlib.ExitStack() as processes:
+        if environment:
+            limits = o.environments.tool_seconds, o.environments.tool_output
+            host = processes.enter_context(Host(environment, *limits))
+            chats = trajectories.Chats(tokenizer, host.tools, o.environments.past)
+            sample = functools.partial(
+                trajectories.rollout, host=host, chats=chats, environment=o.environments, **sampling
+            )
+            if o.dry_run:
+                rich.print(f"The environment {environment} has {trajectories.described(host, next(iter(records)))}.")
+        else:
+            of_prompts = functools.partial(rollout, judges=judges, tokenizer=tokenizer, **sampling)
+            sample = lambda model, prompts, n, folder: of_prompts(model, prompts, n)
+        task = Task(
+            data,
+            functools.partial(objective, options=o),
+            reference=finetune.load_frozen(o, model, mesh) if o.kl and not o.lora.rank else None,
+            validation=validation,
+            prompts=[Encoded(prompt.ids, prompt.images) for prompt in looked_at[:3]],
+            rollout=sample,
+            updates=o.rollouts.iterations * minibatches,
+            beside=[judge.model for judge in judges if isinstance(judge, Judge)],
+            example=padding_rows(o.step.batch, seq_len) | seen,
+        )
+        finetune.run(o, model, mesh, tokenizer, task, data=source)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ except ORPO, which TRL computes in float32.
 """
 
 import collections
+import functools
 import inspect
 import json
 import pathlib
@@ -19,6 +20,7 @@ import numpy as np
 
 FILE = pathlib.Path(__file__).with_name("golden_trl.json")
 PAIRS, SEQ, VOCAB, GROUP = 4, 9, 13, 4
+WEIGHTS, CISPO_HIGH, HIGH_ENTROPY = (1.0, 0.5), 1.28, 0.4  # of rewards; TRL's bound of ratios; share of tokens
 BETA = 0.3
 
 Arrays = dict[str, np.ndarray]
@@ -43,6 +45,8 @@ def inputs() -> Arrays:
         "old": -2 * random.rand(rows, SEQ),
         "ref": -2 * random.rand(rows, SEQ),
         "rewards": random.rand(rows),
+        "rewards_of_each": random.rand(rows, 2) * [1, 10],
+        "entropy": 3 * random.rand(rows, SEQ),
     }
 
 
@@ -54,7 +58,12 @@ class Trainer(Namespace):
 
         same = lambda x, **_: x
         accelerator = Namespace(
-            device=torch.device("cpu"), num_processes=1, gather=same, gather_for_metrics=same, reduce=same
+            device=torch.device("cpu"),
+            num_processes=1,
+            gather=same,
+            gather_for_metrics=same,
+            reduce=same,
+            pad_across_processes=same,
         )
         metrics = {"train": collections.defaultdict(list)}
         model = torch.nn.Identity()
@@ -76,6 +85,7 @@ def numbers() -> dict[str, list[float]]:
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.kto_trainer import KTOTrainer
+    from trl.trainer.rloo_trainer import RLOOTrainer
 
     given = {name: torch.as_tensor(a) for name, a in inputs().items()}
 
@@ -145,17 +155,39 @@ def numbers() -> dict[str, list[float]]:
         exec(textwrap.dedent(source[start:end]), names)
         return names["advantages"]
 
+    def executed(source: str, name: str, **values: Any) -> Any:
+        names = dict(vars(grpo_trainer), num_generations=GROUP, device="cpu", **values)
+        exec(textwrap.dedent(source), names)
+        return names[name].tolist()
+
+    first = source.index("        grouped = rewards_per_func.view(")
+    each = given["rewards_of_each"]
+    found["advantages_gdpo"] = executed(
+        source[first : source.index("        is_std_zero", first)], "advantages", rewards_per_func=each,
+        unscorable_mask=torch.isnan(each).all(dim=1),
+        self=Namespace(reward_funcs=each[0], reward_weights=torch.tensor(WEIGHTS)),
+    )  # fmt: skip
+    of_rloo = textwrap.dedent(inspect.getsource(RLOOTrainer._generate_and_score_completions))
+    first = of_rloo.index("    grouped_rewards = rewards.view(")
+    found["advantages_rloo"] = executed(
+        of_rloo[first : of_rloo.index("    # Normalize advantages over", first)], "advantages",
+        rewards=given["rewards"],
+    )  # fmt: skip
     found["advantages"] = advantages("group").tolist()
     found["advantages_unscaled"] = advantages("none").tolist()
 
-    def grpo(loss: str, level: str = "token", beta: float = 0.0) -> list[float]:
+    def grpo(loss: str, level: str = "token", beta: float = 0.0, high: float = 0.28, share: float = 1.0) -> list[float]:
         logps = given["logps"].clone().requires_grad_()
         trainer = Trainer(
-            loss_type=loss, importance_sampling_level=level, beta=beta, epsilon_low=0.2, epsilon_high=0.28,
-            top_entropy_quantile=1.0, max_completion_length=SEQ, current_gradient_accumulation_steps=1,
-            args=Namespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
-            _get_per_token_logps_and_entropies=lambda *_, **__: (logps, torch.zeros_like(logps), None),
+            loss_type=loss, importance_sampling_level=level, beta=beta, epsilon_low=0.2, epsilon_high=high,
+            top_entropy_quantile=share, max_completion_length=SEQ, current_gradient_accumulation_steps=1,
+            args=Namespace(
+                delta=None, use_bias_correction_kl=False, steps_per_generation=1, sapo_temperature_pos=1.0,
+                sapo_temperature_neg=1.05,
+            ),
+            _get_per_token_logps_and_entropies=lambda *_, **__: (logps, given["entropy"], None),
         )  # fmt: skip
+        trainer.get_high_entropy_mask = functools.partial(GRPOTrainer.get_high_entropy_mask, trainer)
         mask = given["completion"]
         loss = GRPOTrainer._compute_loss(trainer, None, dict(
             prompt_ids=mask[:, :0], prompt_mask=mask[:, :0], completion_ids=mask, completion_mask=mask,
@@ -164,13 +196,16 @@ def numbers() -> dict[str, list[float]]:
         ))  # fmt: skip
         loss.backward()
         metrics = trainer._metrics["train"]
-        looks = [metrics["clip_ratio/region_mean"][0], *metrics["kl"]]
+        looks = [*metrics["clip_ratio/region_mean"], *metrics["cispo_clip_ratio"], *metrics["kl"]]
         return [loss.item(), torch.linalg.vector_norm(logps.grad).item(), *looks]
 
     for loss in ("grpo", "dapo", "dr_grpo"):
         found[loss] = grpo(loss)
     found["grpo_kl"] = grpo("grpo", beta=0.04)
     found["gspo"] = grpo("grpo", level="sequence")
+    found["cispo"] = grpo("cispo", high=CISPO_HIGH)
+    found["sapo"] = grpo("sapo")
+    found["high_entropy"] = grpo("dapo", share=HIGH_ENTROPY)
 
     # --------------------------------------------------------------------------------- trl/experimental/gkd/gkd_trainer
     for name, beta in (("forward_kl", 0.0), ("jsd", 0.3), ("reverse_kl", 1.0)):

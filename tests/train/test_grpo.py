@@ -163,9 +163,8 @@ def test_rollout(folder, model):
         mesh=mesh, seq_len=o.step.seq_len, dtype="float32", seed=o.seed,
     )  # fmt: skip
     with jax.set_mesh(mesh):
-        batches, numbers = sample(3)
-        again, _ = sample(3)
-        other, _ = sample(4)
+        batches, numbers, _ = sample(3)
+        again, other = sample(3).batches, sample(4).batches
         sums = jax.jit(lambda batch: grpo.objective(model, batch, options=o)[2])(batches[0])
     assert len(batches) == 4 and all(batch["tokens"].shape == (8, 16) for batch in batches)
     assert all((a[name] == b[name]).all() for a, b in zip(batches, again, strict=True) for name in a)

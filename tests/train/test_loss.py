@@ -93,9 +93,21 @@ def test_advantages_equal_trl(name, scale):
     close(np.ravel(advantages(np.reshape(GIVEN["rewards"], (-1, trl.GROUP)))), GOLDEN[name], atol=1e-6)
 
 
+def test_other_advantages_equal_trl():
+    rewards, of_each = (np.reshape(GIVEN[name], (-1, trl.GROUP, *GIVEN[name].shape[1:])) for name in (
+        "rewards", "rewards_of_each"
+    ))  # fmt: skip
+    close(np.ravel(jax.jit(loss.leave_one_out)(rewards)), GOLDEN["advantages_rloo"], atol=1e-6)
+    weights = np.array(trl.WEIGHTS, np.float32)
+    close(np.ravel(jax.jit(loss.advantages_of_each)(of_each, weights)), GOLDEN["advantages_gdpo"], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "name, how, level, beta",
     [
+        ("cispo", "dapo", "token", 0.0),
+        ("sapo", "grpo", "token", 0.0),
+        ("high_entropy", "dapo", "token", 0.0),
         ("grpo", "grpo", "token", 0.0),
         ("dapo", "dapo", "token", 0.0),
         ("dr_grpo", "dr_grpo", "token", 0.0),
@@ -114,9 +126,14 @@ def test_policy_losses_equal_trl(name, how, level, beta):
         return total / count
 
     def total(logps):
-        losses, clipped = loss.clipped_policy(
-            logps, old, advantages, MASK, epsilon_low=0.2, epsilon_high=0.28, level=level
-        )
+        drawn = logps, old, advantages, MASK
+        losses, clipped = loss.clipped_policy(*drawn, epsilon_low=0.2, epsilon_high=0.28, level=level)
+        if name == "cispo":
+            losses, clipped = loss.cispo(*drawn, epsilon_high=trl.CISPO_HIGH - 1)
+        if name == "sapo":
+            losses = loss.sapo(*drawn)
+        if name == "high_entropy":
+            losses = jnp.where(loss.of_high_entropy(poison(GIVEN["entropy"]), MASK, trl.HIGH_ENTROPY), losses, 0)
         kl = loss.kl_k3(logps, reference)
         looks = [mean(clipped.astype(jnp.float32), "dapo" if level == "token" else "grpo"), mean(kl, "dapo")]
         return mean(losses + beta * kl, how), looks

@@ -42,8 +42,7 @@ def section(errors: dict[str, float]) -> str:
     """Returns the table, as in the README."""
     kinds = ", ".join(get_args(Kind))
     heads = f"Every family takes [heads](docs/heads.md) in the place of its output embeddings: {kinds}."
-    return "
-".join(["", *rows(errors), "", heads, "", ""])
+    return "\n".join(["", *rows(errors), "", heads, "", ""])
 
 
 def vision_section() -> str:

@@ -31,17 +31,9 @@ class BadRecord(ValueError):
 SECONDS, BYTES = 10, 2**29  # largest time and memory of a program
 # Runs the code and then its tests. If both run to their ends, it writes the secret from its standard input to
 # descriptor argv[1]. The code shares the process, so the secret has no name: it stays on the interpreter's stack,
-# beside the iterators that run both parts. The hook blocks Python's ways to read that stack, and cannot be reached
-# itself.
+# beside the iterators that run both parts. GUARD blocks Python's ways to read that stack, and cannot be reached itself.
 PROGRAM = """
-import builtins, json, os, sys
-def refuse(event, args, *, denied=DENIED, native=NATIVE, error=PermissionError, absent=ImportError):
-    if event.startswith(denied):
-        raise error(event)
-    if event == "import" and args[0].rpartition(".")[2] in native:
-        raise absent(args[0] + " is not allowed here")
-sys.addaudithook(refuse)
-del refuse
+import builtins, json, os
 def parts():
     source, completion, tests = json.load(open(0))
     space = {"__name__": "fair", "__builtins__": dict(vars(builtins))}  # which the code cannot change
@@ -49,14 +41,24 @@ def parts():
     return compile(completion, "completion", "exec"), space["fair"](tests)
 os.write(int(sys.argv[1]), (os.read(0, 32), *map(exec, parts(), [{"__name__": "__main__"}] * 2))[0])
 """
-# Audit events to refuse, by the beginnings of their names. PROGRAM also refuses modules that read any address. If the
+# Audit events to refuse, by the beginnings of their names. GUARD also refuses modules that read any address. If the
 # system forbids the same, this only makes the error clearer; on other systems it is the only protection.
 DENIED = (
     "subprocess", "os.system", "os.fork", "os.exec", "os.posix_spawn", "os.kill", "signal.pthread_kill",
     "resource.prlimit", "socket.connect", "socket.bind", "socket.send", "socket.getaddrinfo", "socket.gethostby",
     "gc.", "sys.settrace", "sys._current_frames", "ctypes.",
 )  # fmt: skip
-PROGRAM = PROGRAM.replace("DENIED", repr(DENIED)).replace("NATIVE", repr(("ctypes", "_ctypes", "_cffi_backend")))
+NATIVE = ("ctypes", "_ctypes", "_cffi_backend")
+GUARD = f"""
+import sys
+def refuse(event, args, *, denied={DENIED}, native={NATIVE}, error=PermissionError, absent=ImportError):
+    if event.startswith(denied):
+        raise error(event)
+    if event == "import" and args[0].rpartition(".")[2] in native:
+        raise absent(args[0] + " is not allowed here")
+sys.addaudithook(refuse)
+del refuse
+"""
 DIGITS = 4000  # largest number of characters in a number; Python reads no integer of more than 4,300 digits
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?"
 
@@ -150,8 +152,8 @@ def python(completion: str, record: Mapping[str, Any]) -> float:
         told = verdict.fileno()
         limits = confine.__file__, folder, str(SECONDS), str(BYTES)
         child = subprocess.Popen(
-            [sys.executable, "-I", *limits, "-c", PROGRAM, str(told)], cwd=folder, env={}, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[told],
+            [sys.executable, "-I", *limits, "-c", GUARD + PROGRAM, str(told)], cwd=folder, env={}, pass_fds=[told],
+            start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
             child.communicate(secret + json.dumps(parts).encode(), timeout=SECONDS)

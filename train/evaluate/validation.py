@@ -137,7 +137,7 @@ class Validation:
             return {}
         if self.task.rollout:
             rollout = timed("evaluation")(self.task.rollout)
-            drawn = [(rollout(model, prompts, n)[1], len(prompts)) for n, prompts in enumerate(data)]
+            drawn = [(rollout(model, prompts, n, None).numbers, len(prompts)) for n, prompts in enumerate(data)]
             names = [name for name in drawn[0][0] if not name.endswith(("_errors", "_per_second"))]
             count = sum(size for _, size in drawn)
             return {name: sum(numbers[name] * size for numbers, size in drawn) / count for name in names}

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
 
 import jax
@@ -24,6 +24,7 @@ from train.data.rewards import BadRecord, Reward
 from train.methods.judges import Judge
 from train.state.mesh import generating
 from train.step import loss
+from train.step.task import Rolled
 from zoo.generation.engine import complete
 from zoo.nn.model import AbstractModel
 from zoo.text.tokenizer import Tokenizer
@@ -47,8 +48,11 @@ class RewardOptions(OptionGroup):
     correct: float | None = option(None, rare=True)
     """Least reward of a completion that counts as correct in pass@1 and pass@k. None: the sum of the weights of the
     rewards, which is the full reward if each reward is at most 1."""
+    advantages: Literal["grpo", "rloo", "gdpo"] = option("grpo", rare=True)
+    """Comparison of a completion's reward with those of its group. grpo: with their mean, in standard deviations. rloo:
+    with the mean of the others. gdpo: each of several rewards as in grpo, and their weighted sum once more."""
     scale_rewards: bool = option(True, rare=True)
-    """Divide advantages by the standard deviation of their group; Dr. GRPO does not."""
+    """Divide advantages of grpo by the standard deviation of their group; Dr. GRPO does not."""
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -77,6 +81,8 @@ class RolloutOptions(OptionGroup):
     """Number of times that a step learns from its completions. All times but the first are off-policy."""
     minibatches: int = option(1, rare=True)
     """Number of updates in each of the --iterations."""
+    mask_truncated: bool = option(False, rare=True)
+    """Learn nothing from completions that did not end by themselves."""
     rollout_batch: int = option(64, rare=True, was="slots")
     """Number of completions that are sampled at a time."""
     cache_dtype: Literal["auto", "int8"] = option("auto", rare=True)
@@ -96,8 +102,8 @@ def rollout(
     seq_len: int,
     dtype: str,
     seed: int,
-) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
-    """Samples completions for step `n` of `train.grpo`. Returns its batches, and metrics: mean reward, pass@k, length.
+) -> Rolled:
+    """Samples completions for step `n` of `train.grpo`. Its metrics are mean reward, pass@k, length and the like.
 
     A row has a prompt with one completion, in the arrays of `train.data.packing`, and two more arrays: "advantages"
     (constant along a row) and "old", the log-probability with which each target was drawn.
@@ -118,7 +124,7 @@ def rollout(
     seconds = time.monotonic() - started
     each, errors = score([[tokenizer.answer(c.tokens) for c in group] for group in groups], prompts, rewards, judges)
     total = each @ np.array(rewards.weights, np.float32)
-    advantages = np.asarray(loss.group_advantages(jnp.asarray(total), scale=rewards.scale_rewards)).reshape(-1)
+    advantages = advantages_of(each, rewards)
 
     rows = padding_rows(advantages.size, seq_len)
     if tokenizer.processor is not None:
@@ -130,14 +136,10 @@ def rollout(
         tokens, start = ids + completion.tokens, len(ids) - 1
         end = len(tokens) - 1
         rows["tokens"][row, :end], rows["targets"][row, :end] = tokens[:-1], tokens[1:]
-        rows["loss_mask"][row, start:end], rows["segments"][row, :end] = 1, 1
+        rows["loss_mask"][row, start:end] = completion.ended or not options.mask_truncated
+        rows["segments"][row, :end] = 1
         rows["positions"][row, :end] = np.arange(end)
         rows["advantages"][row], rows["old"][row, start:end] = advantages[row], completion.logprobs
-    random = np.random.RandomState((seed + n) % 2**32)
-    orders = [random.permutation(advantages.size) for _ in range(options.iterations)]
-    batches = [
-        {name: a[part] for name, a in rows.items()} for order in orders for part in np.split(order, options.minibatches)
-    ]
     completions = list(itertools.chain(*groups))
     lengths = [len(c.tokens) for c in completions]
     numbers = {
@@ -151,7 +153,33 @@ def rollout(
     }
     if len(rewards.reward) > 1:
         numbers |= {f"reward_{name}": float(mean) for name, mean in zip(rewards.reward, each.mean((0, 1)), strict=True)}
-    return batches, numbers
+    return Rolled(shuffled(rows, options, seed + n), numbers)
+
+
+def advantages_of(
+    each: Float[np.ndarray, "prompts group names"], options: RewardOptions
+) -> Float[np.ndarray, " completions"]:
+    """Computes the advantage of each completion from its rewards."""
+    weights = np.array(options.weights, np.float32)
+    match options.advantages:
+        case "grpo":
+            found = loss.group_advantages(jnp.asarray(each @ weights), scale=options.scale_rewards)
+        case "rloo":
+            found = loss.leave_one_out(jnp.asarray(each @ weights))
+        case "gdpo":
+            found = loss.advantages_of_each(jnp.asarray(each), jnp.asarray(weights))
+    return np.asarray(found).reshape(-1)
+
+
+def shuffled(
+    rows: Mapping[str, Shaped[np.ndarray, "rows ..."]], options: RolloutOptions, seed: int
+) -> list[dict[str, Shaped[np.ndarray, "part ..."]]]:
+    """Returns the batches of a step: for each of its iterations all rows, in another order, in `minibatches` parts."""
+    random = np.random.RandomState(seed % 2**32)
+    orders = [random.permutation(len(rows["tokens"])) for _ in range(options.iterations)]
+    return [
+        {name: a[part] for name, a in rows.items()} for order in orders for part in np.split(order, options.minibatches)
+    ]
 
 
 def try_rewards(

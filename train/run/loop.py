@@ -15,6 +15,7 @@ from train.state import optim
 from train.state.mesh import put_batch
 from train.state.offload import to_device
 from train.step.norms import jit_norms
+from train.step.task import Rolled
 from train.watch.metrics import Progress, mean_of_updates
 
 
@@ -39,9 +40,9 @@ def train(run: Run) -> pathlib.Path:
     with dog, watch, run.checkpoints, cluster.watching(), StopRequest(run.out) as stop, bar as progress:
         while not run.done() and not reason:
             # ---------------------------------------------------------------------------------- a batch, or several
-            batches, numbers = [timed("input")(next)(run.data)], {}
+            batches, numbers, samples = Rolled([timed("input")(next)(run.data)], {})
             if task.rollout:
-                batches, numbers = timed("generation")(task.rollout)(run.model(), batches[0], run.n)
+                batches, numbers, samples = timed("generation")(task.rollout)(run.model(), batches[0], run.n, run.out)
             dog.begin(run.n + 1, batches)
             # -------------------------------------------------------------------------------------- as many updates
             step = twice.twice(run.step, run.n + 1) if twice.is_due(run.n + 1) else run.step
@@ -67,6 +68,8 @@ def train(run: Run) -> pathlib.Path:
             watch.write(run.n, **numbers)
             if run.is_due(run.sample_every):
                 run.samples.write(run.n, run.model())
+                for sample in samples:
+                    watch.sample(run.n, **sample)
             shared = run.is_due(run.save_every) or reason or why
             if shared or run.checkpoints.local_due(run.n):
                 save(run, only_local=not shared)

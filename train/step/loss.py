@@ -227,6 +227,26 @@ def group_advantages(rewards: Float[Array, "prompts group"], *, scale: bool = Tr
     return advantages / (jnp.std(rewards, axis=1, ddof=1, keepdims=True) + 1e-4) if scale else advantages
 
 
+def leave_one_out(rewards: Float[Array, "prompts group"]) -> Float[Array, "prompts group"]:
+    """Computes advantages: a reward minus the mean of the others of its prompt's group.
+
+    This is RLOO, arXiv:2402.14740, section 3.
+    """
+    return rewards - (jnp.sum(rewards, axis=1, keepdims=True) - rewards) / (rewards.shape[1] - 1)
+
+
+def advantages_of_each(
+    rewards: Float[Array, "prompts group rewards"], weights: Float[Array, " rewards"]
+) -> Float[Array, "prompts group"]:
+    """Computes advantages of several rewards: each is normalised within its group, and their weighted sum once more.
+
+    This is GDPO, arXiv:2601.05242: a reward with a small spread counts as much as one with a large spread. The sum is
+    normalised over all completions. As in TRL, deviations are those of samples, and 1e-4 is added to them.
+    """
+    sums = jnp.tensordot(jax.vmap(group_advantages, in_axes=2, out_axes=2)(rewards), weights, axes=1)
+    return (sums - jnp.mean(sums)) / (jnp.std(sums, ddof=1) + 1e-4)
+
+
 def clipped_policy(
     logps: Float[Array, "batch seq"],
     old: Float[Array, "batch seq"],
@@ -251,6 +271,48 @@ def clipped_policy(
     ratio, a = jnp.exp(log_ratio), advantages[:, None]
     clipped = (ratio < 1 - epsilon_low) & (a < 0) | (ratio > 1 + epsilon_high) & (a > 0)
     return -jnp.minimum(ratio * a, jnp.clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * a), clipped
+
+
+def cispo(
+    logps: Float[Array, "batch seq"],
+    old: Float[Array, "batch seq"],
+    advantages: Float[Array, " batch"],
+    mask: Mask,
+    *,
+    epsilon_high: float,
+) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
+    """Computes each token's -min(ratio, 1 + epsilon_high) A log pi, and whether its ratio is clipped.
+
+    This is CISPO, arXiv:2506.13585, eq. 4 and 5, without a lower bound. The clipped ratio is a constant weight, so that
+    no token is without a gradient.
+    """
+    ratio, a = jax.lax.stop_gradient(jnp.exp(jnp.where(mask != 0, logps - old, 0))), advantages[:, None]
+    return -jnp.minimum(ratio, 1 + epsilon_high) * a * logps, (ratio > 1 + epsilon_high) & (a > 0)
+
+
+def sapo(
+    logps: Float[Array, "batch seq"],
+    old: Float[Array, "batch seq"],
+    advantages: Float[Array, " batch"],
+    mask: Mask,
+    *,
+    positive: float = 1.0,
+    negative: float = 1.05,
+) -> Float[Array, "batch seq"]:
+    """Computes each token's -4 / t sigmoid(t (ratio - 1)) A: a gate in the place of clipping.
+
+    This is SAPO, arXiv:2511.20347. t is `positive` where the advantage A is positive, and else `negative`.
+    """
+    ratio, a = jnp.exp(jnp.where(mask != 0, logps - old, 0)), advantages[:, None]
+    t = jnp.where(a > 0, positive, negative)
+    return -4 / t * jax.nn.sigmoid(t * (ratio - 1)) * a
+
+
+def of_high_entropy(entropy: Float[Array, "batch seq"], mask: Mask, share: float) -> Bool[Array, "batch seq"]:
+    """Finds the `share` of tokens whose distributions have the highest entropy, arXiv:2506.01939, section 4."""
+    on = mask != 0
+    least = jnp.nanquantile(jnp.where(on, jax.lax.stop_gradient(entropy), jnp.nan), 1 - share)
+    return on & (entropy >= least)
 
 
 def kl_k3(logps: Float[Array, "*batch"], reference: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
@@ -278,7 +340,8 @@ def aggregate(
     """
     on = mask != 0
     lengths = jnp.sum(on, axis=1).astype(values.dtype)
-    sums, sequences = jnp.sum(jnp.where(on, values, 0), axis=1), jnp.asarray(len(values), values.dtype)
+    sums = jnp.sum(jnp.where(on, values, 0), axis=1)
+    sequences = jnp.sum(lengths > 0).astype(values.dtype)  # other rows are padding
     match how:
         case "grpo":
             return jnp.sum(sums / jnp.maximum(lengths, 1)), sequences

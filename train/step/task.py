@@ -1,8 +1,9 @@
 """The task of a run: its data, and its objective."""
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import grain
 import numpy as np
@@ -12,7 +13,26 @@ from zoo.generation.generate import Encoded
 from zoo.nn.model import AbstractModel
 
 
-Rollout = Callable[[Any, Any, int], tuple[Sequence[Mapping[str, np.ndarray]], dict[str, float]]]
+class Rolled(NamedTuple):
+    """The results of a rollout."""
+
+    batches: Sequence[Mapping[str, np.ndarray]]
+    numbers: dict[str, float]  # metrics
+    samples: Sequence[Mapping[str, Any]] = ()  # of what was generated: arguments of `train.watch.watch.Watch.sample`
+
+
+class Rollout(Protocol):
+    """A function that makes the batches of a step."""
+
+    def __call__(self, model: Any, element: Any, n: int, folder: pathlib.Path | None, /) -> Rolled:
+        """Returns `Task.updates` batches.
+
+        Args:
+            element: one of the data, such as prompts.
+            n: the number of the step.
+            folder: that of the run, where a rollout may keep what it needs if the run is killed; None: in evaluations.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +54,6 @@ class Task:
     measure: Measure | None = None  # of the validation data
     prompts: Sequence[Encoded] = ()  # prompts whose continuations are printed as samples
     rollout: Rollout | None = None
-    """(the model, an element of the data, the number of the step) -> `updates` batches, and metrics."""
     beside: Sequence[AbstractModel] = ()  # other models that the rollout holds on the devices
-    updates: int = 1
+    updates: int = 1  # batches of a rollout
     example: Mapping[str, np.ndarray] | None = None  # a batch of the shapes that a rollout returns, for a dry run

@@ -31,7 +31,8 @@ TEMPLATE = pathlib.Path(__file__).with_name("page.html")
 SECTIONS = {
     "Learning": ("loss", "*loss*", "accuracy", "perplexity", "margin", "*divergence*", "eval*", "grad_norm",
                  "learning_rate"),
-    "Rewards": ("reward", "*reward*", "pass@*", "length", "ended", "entropy", "*kl*", "*clip*"),
+    "Rewards": ("reward", "*reward*", "pass@*", "length", "ended", "turns", "tool_calls", "tool_errors", "truncated",
+                "branches", "entropy", "*kl*", "*clip*"),
     "Speed and memory": ("tokens_per_second", "*_per_second", "mfu", "goodput*", "*memory*", "*_bytes", "*seconds*",
                          "*time*"),
     "Mixture of experts": ("balance", "router*", "*expert*"),

@@ -110,9 +110,9 @@ class Watch:
         if self._writes and time.monotonic() - self._drawn >= max(EVERY, 100 * self._took):
             self._draw()
 
-    def sample(self, step: int, *, prompt: str, text: str) -> None:
-        """Writes a sample: a prompt, and the text by which the model continues it."""
-        self._samples.write(step, prompt=prompt, text=text)
+    def sample(self, step: int, *, prompt: str, text: str, **more: Any) -> None:
+        """Writes a sample: a prompt, and the text by which the model continues it. Trackers get no `more` values."""
+        self._samples.write(step, prompt=prompt, text=text, **more)
         self._tell("text", step, prompt, text)
 
     def wrong(self, step: int, **answer: Any) -> None:

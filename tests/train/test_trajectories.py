@@ -1,0 +1,505 @@
+"""Trajectories of several turns: environments in processes, chats in tokens, rows, the journal, and the script."""
+
+import concurrent.futures
+import itertools
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests import hurry
+from tests.train.conftest import command
+from tests.transcripts import ROOT
+from tests.zoo import tiny
+from train import grpo
+from train.data.records import Record
+from train.environments import calculator, guess
+from train.environments import python as python_
+from train.methods import environments, trajectories
+from train.methods.environments import Environment, EnvironmentOptions, Host, Journal
+from train.step import loss
+from train.step.language import features
+from zoo.generation.engine import Completion
+from zoo.mesh import make_mesh
+
+
+pytestmark = pytest.mark.usefixtures("quick")
+TOOLS = environments.FOLDER / "tools.jinja"
+PLAIN = (
+    "{% for m in messages %}{{ m.role[0] }} {{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}a {% endif %}"
+)
+FORGETS = PLAIN.replace("m.content", "(m.content if loop.last or m.role != 'assistant' else 'x')")  # its own past turns
+
+OWN = '''
+import asyncio, os, secrets, subprocess
+from typing import Literal
+
+class Own:
+    """An environment that does what the record says."""
+
+    def reset(self, record):
+        self._record, self._said = record, []
+        return [{"role": "system", "content": "be brief"}, {"role": "user", "content": record["prompt"]}]
+
+    def add(self, a: int, b: float | None = None, how: Literal["up", "down"] = "up", many: list[int] = ()) -> int:
+        """Adds numbers.
+
+        It adds more than two.
+
+        Args:
+            a: the first of them,
+                which is whole
+            how (str): the direction
+        """
+        return a + (b or 0)
+
+    async def later(self, name: str) -> str:
+        """Waits."""
+        if name == "never":
+            await asyncio.Event().wait()
+        return f"{name} {os.getpid()}"
+
+    def do(self, what: str) -> str:
+        """Does something bad."""
+        if what == "dies":
+            os._exit(1)
+        if what == "exits":
+            raise SystemExit("no")
+        if what == "floods":
+            return "x" * 10**6
+        if what == "loops":
+            while True:
+                pass
+        while what == "clings":
+            try:
+                while True:
+                    pass
+            except TimeoutError:
+                pass
+        if what == "forks":
+            child = subprocess.Popen(["sleep", "1000"])
+            return str(child.pid)
+
+    def _hidden(self):
+        pass
+
+    def reward(self):
+        return self._record.get("reward", 1)
+'''
+GAME = '''
+import os, secrets
+
+class Game:
+    """Answers with letters of the last answer, and ends after three of the answers."""
+
+    def reset(self, record):
+        self._turn, self._letters = 0, 0
+        return record["prompt"]
+
+    def reply(self, answer):
+        if os.environ.get("CALLS"):
+            with open(os.environ["CALLS"], "a") as file:
+                file.write(f"{answer}\\n")
+        if (kill := os.environ.get("KILL")) and not os.path.exists(kill) and self._turn:
+            open(kill, "w").close()
+            os.kill(int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1]), 9)  # the trainer
+        self._turn += 1
+        self._letters += sum(c in "aeiou" for c in answer)
+        random = secrets.token_hex(2) if os.environ.get("RANDOM") else ""
+        return None if self._turn == 3 else f"more {random}{answer[:3]}"
+
+    def reward(self):
+        return self._letters / 10
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tiny.write(folder / "model", "qwen3", eos_token_id=63, max_position_embeddings=256)
+    tiny.write_tokenizer(folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(PLAIN)
+    (folder / "forgets.jinja").write_text(FORGETS)
+    (folder / "own.py").write_text(OWN)
+    (folder / "game.py").write_text(GAME)
+    records = [{"prompt": word} for word in ("abc", "hello", "fox", "dog")]
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(folder):
+    with Host(f"{folder / 'own.py'}:Own", 0.2, 100) as own:
+        yield own
+
+
+def environment(host, **record):
+    made = Environment(host, Journal(None, 0), (0, 0))
+    assert not made.ask("reset", {"prompt": "?"} | record, 1, 2, after=[]).error
+    return made
+
+
+# ======================================================================================================================
+# Environments in their processes.
+# ======================================================================================================================
+
+
+def test_tools_are_described_by_types_and_docstrings(own):
+    add, later, do = own.tools
+    assert add == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds numbers.\n\nIt adds more than two.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "the first of them, which is whole"},
+                    "b": {"type": "number", "nullable": True},
+                    "how": {"type": "string", "enum": ["up", "down"], "description": "the direction"},
+                    "many": {"type": "array", "items": {"type": "integer"}},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+    assert [each["function"]["name"] for each in (later, do)] == ["later", "do"] and not own.replies
+
+
+def test_a_description(own):
+    said = trajectories.described(own, Record("line 1", {"prompt": "Well?"}))
+    assert said == "these tools: add, later, do. Its first prompt: 'Well?'"
+    with pytest.raises(ValueError, match=r"line 2: reset raises KeyError: 'prompt'\."):
+        trajectories.described(own, Record("line 2", {}))
+
+
+def test_errors_of_tools_are_results(own):
+    made = environment(own, reward=float("nan"))
+    tool = lambda name, /, **given: made.ask("tool", name, given, after=[])
+    assert tool("add", a=1, b=2).value == "3" and tool("later", name="x").value.startswith("x ")
+    assert tool("add", c=1).error.startswith("TypeError: ") and tool("do", what="exits").error == "SystemExit: no"
+    assert tool("do", what="loops").error == "TimeoutError: it took more than 0.2 seconds"
+    assert tool("later", name="never").error == "TimeoutError: it took more than 0.2 seconds"
+    assert tool("do", what="floods").value == "x" * 100 + "\n... and 999,900 more characters"
+    child = int(tool("do", what="forks").value)
+    assert made.ask("reward", after=[]).error == "ValueError: reward is nan"
+    made.close()
+    own.start().end()  # messages are read in order, so the first process is ended by now, with its child
+    state = pathlib.Path(f"/proc/{child}/status")
+    assert not state.exists() or "Z (zombie)" in state.read_text()
+
+
+def test_a_tool_that_dies_or_clings_costs_its_trajectory_alone(own, monkeypatch):
+    monkeypatch.setattr(environments, "GRACE", 0.1)
+    dies, clings, other = (environment(own) for _ in range(3))
+    for made, what in ((dies, "dies"), (clings, "clings")):
+        response = made.ask("tool", "do", {"what": what}, after=[])
+        assert response.lost and response.error.startswith("The environment is lost")
+        assert made.ask("reward", after=[]).lost
+    assert other.ask("reward", after=[]).value == 1.0
+    for made in (dies, clings, other):
+        made.close()
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("Own = 1", "own.py has no class Own"),
+        ("class Own:\n    def reset(self, record): pass", "the class Own has no method `reward`"),
+        ("import nothing", "ModuleNotFoundError: No module named 'nothing'"),
+        ("class Own:\n    reset = reward = lambda self: 0\n    def x(self, a: int): pass", "tool x has no docstring"),
+        ("class Own:\n    reset = reward = lambda self: 0\n    def x(self, a): 'X.'", "the argument a, which needs"),
+        ("class Own:\n    reset = reward = lambda self: 0\n    def x(self, a: bytes): 'X.'", "has no form in JSON"),
+    ],
+)
+def test_refused_classes(tmp_path, code, message):
+    (tmp_path / "own.py").write_text(code + "\n")
+    with pytest.raises(ValueError, match=message):
+        Host(f"{tmp_path / 'own.py'}:Own", 1, 1)
+
+
+@pytest.mark.parametrize("module, name", [(calculator, "calculator"), (python_, "python"), (guess, "guess")])
+def test_built_in_environments(module, name):
+    """The chat in which a record is solved earns the reward, with the tools' own results."""
+    import random
+
+    draw = random.Random(0)
+    with Host(name, 20, 1000) as built_in:
+        for _ in range(2):
+            record = module.record(draw)
+            made, chat = Environment(built_in, Journal(None, 0), (0, 0)), module.solved(record)
+            assert made.ask("reset", record, 0, 0, after=[]).value == chat[0:1]
+            for said, then in zip(chat[1:], [*chat[2:], {"content": None}], strict=True):
+                for call in said.get("tool_calls", ()):
+                    found = made.ask("tool", call["function"]["name"], call["function"]["arguments"], after=[])
+                    assert found.value == then["content"]
+                if said["role"] == "assistant" and not said.get("tool_calls"):
+                    assert made.ask("reply", said["content"], after=[]).value == then["content"]
+            assert made.ask("reward", after=[]).value == 1.0
+            made.close()
+
+
+def test_the_python_tool_is_confined():
+    with Host("python", 20, 1000) as built_in:
+        made = environment(built_in, answer="1")
+        for code in ("import os; os.fork()", "import socket; socket.create_connection(('127.0.0.1', 9))"):
+            assert "PermissionError" in made.ask("tool", "run", {"code": code}, after=[]).value
+        made.close()
+
+
+# ======================================================================================================================
+# Chats in tokens.
+# ======================================================================================================================
+
+
+def test_a_trajectory_with_a_tool():
+    """The calculator's question, a call, its result, and an answer: each prompt begins with the tokens before it."""
+    tokenizer = zoo.tokenizer("tiny", chat_template=str(TOOLS))
+    record = {"prompt": "What is 12 * 34?", "answer": "408"}
+    with Host("calculator", 20, 1000) as built_in:
+        chats = trajectories.Chats(tokenizer, built_in.tools, "refuse")
+        players = trajectories.Players(chats, EnvironmentOptions(turns=4), True, 400)
+        at = trajectories.Trajectory((0, 0), record, Environment(built_in, Journal(None, 0), (0, 0)))
+        at.apply(players.begin(at, (0, 0)))
+        replies = (
+            'I see. <tool_call>\n{"name":  "calculate", "arguments": {"expression": "12*34"}}\n</tool_call>',
+            '<tool_call>{"name": "divide", "arguments": {}}</tool_call>',
+            "It is 408.",
+        )
+        for text in replies:
+            before = list(at.branches[0].tokens)
+            drawn = [*tokenizer.encode(text, special=False), tokenizer.eos[1]]
+            at.completion = Completion(drawn, [-1.0] * len(drawn), ended=True, finished=True, prompt=before)
+            at.turns += 1
+            at.apply(players.answer(at, at.completion))
+            assert at.branches[0].tokens[: len(before) + len(drawn)] == before + drawn and len(at.branches) == 1
+        at.environment.close()
+    assert at.last.end == "done" and at.last.reward == 1.0
+    assert [m["content"] for m in at.messages if m["role"] == "tool"] == [
+        "408", "Error: there is no tool 'divide'; there are calculate."
+    ]  # fmt: skip
+    assert sum(m.calls for m in at.moves) == 2 and sum(m.errors for m in at.moves) == 1
+    learnt = [t for t, p in zip(at.branches[0].tokens, at.branches[0].logprobs, strict=True) if p is not None]
+    end = tokenizer.decode([tokenizer.eos[1]], special=True)
+    assert tokenizer.decode(learnt, special=True) == end.join([*replies, ""])
+    whole = tokenizer.decode(at.branches[0].tokens, special=True)
+    assert "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n408\n</tool_response><|im_end|>" in whole
+    rows = trajectories._rows([at], np.array([0.5]), 400, False)
+    assert rows["loss_mask"].sum() == len(learnt) and (rows["targets"][rows["loss_mask"] == 1] == learnt).all()
+    assert (rows["old"][rows["loss_mask"] == 1] == -1).all() and not rows["old"][rows["loss_mask"] == 0].any()
+
+
+def test_a_template_that_rewrites_the_past(folder):
+    tokenizer = zoo.tokenizer(folder / "model", chat_template=str(folder / "forgets.jinja"))
+    asked, reply = {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}
+    split, refuse = (trajectories.Chats(tokenizer, None, past) for past in ("split", "refuse"))
+    text, _ = split.first([asked])
+    whole, ids, anew = split.following(text, [asked, reply], [asked], 63)
+    assert anew and whole == "u b<end>a x<end>u b<end>a " and tokenizer.decode(ids, special=True) == whole
+    with pytest.raises(ValueError, match=r"writes turns of the past anew.*--past split"):
+        refuse.following(text, [asked, reply], [asked], 63)
+
+
+def test_templates_without_tools_are_refused(folder):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    with pytest.raises(ValueError, match="in no form that is known"):
+        trajectories.Chats(zoo.tokenizer(folder / "model"), tools, "split")
+
+
+# ======================================================================================================================
+# Rollouts.
+# ======================================================================================================================
+
+
+class Backwards(concurrent.futures.ThreadPoolExecutor):
+    """Runs what waits only when a result is needed, the last first."""
+
+    def submit(self, function, *arguments):
+        self.waiting = [*getattr(self, "waiting", ()), (future := concurrent.futures.Future(), function, arguments)]
+        future.result = lambda: self.run() or concurrent.futures.Future.result(future)
+        return future
+
+    def run(self):
+        for future, function, arguments in reversed(self.waiting):
+            future.set_result(function(*arguments))
+        self.waiting = []
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return zoo.load(folder / "model", dtype="float32")
+
+
+@pytest.fixture
+def sample(folder, model):
+    """Returns a function that samples a step of the game, with a template and the folder of a run."""
+    o = grpo.GRPOOptions.of(environment="game", prompts=4, group=4, max_new_tokens=40, temperature=30.0)
+    o = o.changed(rollout_batch=8, turns=4)
+    records = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    mesh = make_mesh("fsdp=1", jax.devices()[:1])
+
+    def sample(template=None, run=None):
+        tokenizer = zoo.tokenizer(folder / "model", chat_template=template)
+        with Host(f"{folder / 'game.py'}:Game", 20, 100) as game, jax.set_mesh(mesh):
+            return trajectories.rollout(
+                model, records, 3, run, host=game, chats=trajectories.Chats(tokenizer, game.tools, "split"),
+                environment=o.environments, options=o.rollouts, rewards=o.rewards, mesh=mesh, seq_len=150,
+                dtype="float32", seed=0,
+            )  # fmt: skip
+
+    return sample
+
+
+def equal(a, b):
+    return all((x[name] == y[name]).all() for x, y in zip(a, b, strict=True) for name in x)
+
+
+def test_rollouts(folder, model, sample, monkeypatch):
+    """Rows hold what the model saw, their targets what it drew, with its own log-probabilities; and they are the same
+    whichever answer comes first.
+    """
+    (rows,), numbers, samples = sample()
+    tokenizer, drawn = zoo.tokenizer(folder / "model"), rows["loss_mask"] == 1
+    assert rows["tokens"].shape == (16, 150) and numbers["branches"] == 1
+    several = 0
+    for row in range(16):
+        n = rows["segments"][row].sum()
+        text = tokenizer.decode([*rows["tokens"][row, :n], rows["targets"][row, n - 1]], special=True)
+        turns = text.split("a ", 1)[1]
+        learnt = tokenizer.decode(rows["targets"][row][drawn[row]], special=True)
+        assert text.startswith("u ") and learnt.count("<end>") + (not learnt.endswith("<end>")) >= 1
+        several += learnt.count("<end>") > 1
+        for answer in learnt.split("<end>")[:-1]:
+            assert f"a {answer}<end>" in text and (not turns.endswith(f"{answer}<end>") or answer in turns)
+    assert several > 1 and 1 < numbers["turns"] <= 3 and numbers["truncated"] + numbers["ended"] == 1
+    assert numbers["reward"] > 0 and len({each["end"] for each in samples} - {"done", "length"}) == 0
+
+    def logps(model):
+        x, _ = features(model, {name: jnp.asarray(rows[name]) for name in ("tokens", "segments", "positions")})
+        return loss.logprobs(lambda x: model.unembed(x).astype("float32") / 30.0, x, jnp.asarray(rows["targets"]))[0]
+
+    with jax.set_mesh(make_mesh("fsdp=1", jax.devices()[:1])):
+        np.testing.assert_allclose(np.asarray(jax.jit(logps)(model))[drawn], rows["old"][drawn], atol=1e-4)
+    with monkeypatch.context() as patch:
+        patch.setattr(concurrent.futures, "ThreadPoolExecutor", Backwards)
+        assert equal([rows], sample().batches)
+
+
+def test_split_trajectories(folder, sample):
+    """Where the template rewrites the past, each turn is a row, and its trajectory's advantage is theirs."""
+    (rows,), numbers, _ = sample(str(folder / "forgets.jinja"))
+    assert numbers["branches"] > 1 and len(rows["tokens"]) == 32
+    used = rows["segments"].any(axis=1)
+    assert used.sum() == round(numbers["branches"] * 16) and not rows["loss_mask"][~used].any()
+    masks = rows["loss_mask"][used]
+    assert (np.abs(np.diff(masks, axis=1)).sum(axis=1) <= 2).all(), "the targets of a row are one turn"
+
+
+def test_the_journal(folder, sample, tmp_path, monkeypatch):
+    """A step that is killed goes on with the answers that it has had, although its environment answers otherwise."""
+    monkeypatch.setenv("RANDOM", "1")
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "journal").mkdir()
+    for step in (2, 3):
+        (tmp_path / "journal" / f"{step:06}.jsonl").write_text("")
+    whole = sample(run=tmp_path)
+    assert not (tmp_path / "journal" / "000002.jsonl").exists(), "no checkpoint needs it any longer"
+    path = tmp_path / "journal" / "000003.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    assert equal(whole.batches, sample(run=tmp_path).batches) and not (tmp_path / "calls").exists()
+    kept = len(lines) // 2
+    path.write_text("".join(lines[:kept]) + lines[kept][:-9])
+    again = sample(run=tmp_path)
+    assert (tmp_path / "calls").exists() and not equal(whole.batches, again.batches)
+    assert set(lines[:kept]) <= set(path.read_text().splitlines(keepends=True))
+    assert equal(again.batches, sample(run=tmp_path).batches)
+
+
+def test_nothing_begins(folder, sample, monkeypatch):
+    monkeypatch.setattr(trajectories.Players, "begin", lambda *_: trajectories.Move([], end="lost", problem="no luck"))
+    with pytest.raises(ValueError, match="no trajectory has begun: no luck"):
+        sample()
+
+
+# ======================================================================================================================
+# The script.
+# ======================================================================================================================
+
+
+def arguments(folder, out, *more):
+    usual = {
+        "model": folder / "model", "data": folder / "data.jsonl", "environment": f"{folder / 'game.py'}:Game",
+        "prompts": 2, "group": 2, "max-new-tokens": 30, "seq-len": 128, "temperature": 30, "lr": 0.01, "out": out,
+    }  # fmt: skip
+    return [str(word) for name, value in usual.items() for word in (f"--{name}", value)] + [str(word) for word in more]
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_script(folder, tmp_path):
+    """The script trains on trajectories, and samples.jsonl has some."""
+    more = ["--steps", 2, "--hold-out", 0.5, "--eval-every", 2, "--sample-every", 2, "--loss", "grpo", "--turns", 2]
+    command("train.grpo", *arguments(folder, tmp_path / "run", *more))
+    lines = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "turns" in line] == [1, 2]
+    assert all(1 <= line["turns"] <= 2 and line["drift"] < 1e-2 for line in lines if "turns" in line)
+    assert lines[-1]["validation_turns"] >= 1
+    samples = lines_of(tmp_path / "run" / "samples.jsonl")
+    assert {each["step"] for each in samples} == {2} and samples[0]["messages"][0]["role"] == "user"
+    assert "messages" not in (tmp_path / "run" / "report.html").read_text()
+    with pytest.raises(SystemExit, match="gives the reward itself; leave out --reward"):
+        command("train.grpo", *arguments(folder, tmp_path / "run", "--reward", "exact"))
+
+
+def numbers(out):
+    lines = lines_of(out / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if "second" not in k and "memory" not in k} for line in lines]
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_anywhere_goes_on_to_the_same_numbers(folder, tmp_path, monkeypatch):
+    """A run that fails at any answer of an environment goes on with the same tokens, rewards and losses."""
+    script = lambda out: command("train.grpo", *arguments(folder, out, "--steps", 3, "--save-every", 1))
+    script(tmp_path / "whole")
+    whole, put = numbers(tmp_path / "whole"), Journal.put
+    answers = sum(len(lines_of(path)) for path in (tmp_path / "whole" / "journal").iterdir())
+    for trial in range(20):
+        left = itertools.count(answers * trial // 20, -1)
+
+        def fail(journal, key, response, left=left):
+            put(journal, key, response)
+            if next(left) == 0:
+                raise ZeroDivisionError
+
+        with monkeypatch.context() as patch, pytest.raises((ZeroDivisionError, SystemExit)):
+            patch.setattr(Journal, "put", fail)
+            script(tmp_path / f"failed{trial}")
+        script(tmp_path / f"failed{trial}")
+        assert numbers(tmp_path / f"failed{trial}") == whole
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_numbers(folder, tmp_path):
+    """A run that its environment kills within a step, by SIGKILL, goes on with the same tokens, rewards and losses."""
+
+    def script(out, **environment):
+        words = [sys.executable, "-m", "train.grpo", *arguments(folder, out, "--steps", 2, "--save-every", 1)]
+        return subprocess.run(words, env=hurry.environment() | environment, cwd=ROOT, capture_output=True).returncode
+
+    kill = {"KILL": str(tmp_path / "killed")}
+    codes = [
+        script(tmp_path / "whole"),
+        script(tmp_path / "killed-run", **kill),
+        script(tmp_path / "killed-run", **kill),
+    ]
+    assert codes == [0, -signal.SIGKILL, 0] and numbers(tmp_path / "killed-run") == numbers(tmp_path / "whole")
