@@ -44,6 +44,14 @@ def tokens() -> None:
     print(engine.idle)
 
 
+def heads() -> None:
+    model, tokenizer = zoo.load("tiny", head="embedding"), zoo.tokenizer("tiny")
+    width: int = zoo.embed(model, tokenizer, ["A text.", "Another."]).shape[1]
+    best: int = zoo.rank(model, tokenizer, "a query", ["A text.", "Another."])[0].index
+    metrics: dict[str, float] = zoo.evaluate(zoo.load("tiny"), tokenizer, "hellaswag")
+    print(width, best, metrics)
+
+
 def adapters() -> None:
     model = zoo.lora.add(zoo.load("tiny"), rank=8, alpha=16.0, key=jax.random.key(0))
     zoo.peft.save(model, "adapter", base="org/name")
