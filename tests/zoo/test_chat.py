@@ -13,6 +13,7 @@ from zoo.chat import Conversation, LoadOptions, chat
 from zoo.generation.engine import Engine
 from zoo.generation.generate import Encoded
 from zoo.generation.sampling import Sampling
+from zoo.source import Source
 
 
 ASK = "What does textwrap.dedent do?"
@@ -110,6 +111,12 @@ def test_images(monkeypatch, talk):
     assert sent[1][-1]["content"] == "And?"
     with pytest.raises(ValueError, match="A draft takes no images: use --images or --draft"):
         chat("tiny", load=LoadOptions(images=True, draft="mtp"))
+
+
+def test_a_draft_of_ngrams(model, monkeypatch):
+    monkeypatch.setattr(zoo, "load", lambda source, **options: model)
+    _, draft = LoadOptions(draft="ngram", num_draft_tokens=3).model(Source.open("tiny"))
+    assert isinstance(draft, zoo.NGramDraft) and draft.num_draft_tokens == 3
 
 
 def test_seeds(talk):

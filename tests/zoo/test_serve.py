@@ -974,6 +974,20 @@ def test_a_thousand_mixed_requests(model, tokenizer):
 
 
 @pytest.mark.slow
+def test_a_draft_of_ngrams(model, tokenizer):
+    """Texts and log-probabilities are those without a draft."""
+    drafted = Served("drafted", model, tokenizer, zoo.NGramDraft(3))
+    with Running(model, tokenizer, max_tokens=ROOM, others=[drafted]) as running:
+        asked = {"prompt": [PROMPT, PROMPT * 2], "max_tokens": NEW, "temperature": 0, "logprobs": 2}
+        answers = [running.ask(COMPLETIONS, model=name, **asked)["choices"] for name in ("tiny", "drafted")]
+    for one, other in zip(*answers, strict=True):
+        assert one["text"] == other["text"] and one["logprobs"]["tokens"] == other["logprobs"]["tokens"]
+        np.testing.assert_allclose(one["logprobs"]["token_logprobs"], other["logprobs"]["token_logprobs"], atol=1e-4)
+        for tops, others in zip(one["logprobs"]["top_logprobs"], other["logprobs"]["top_logprobs"], strict=True):
+            assert tops == pytest.approx(others, abs=1e-4)
+
+
+@pytest.mark.slow
 def test_on_a_mesh(model, tokenizer):
     placed = zoo.load("tiny", dtype="float32", mesh=make_mesh("fsdp=2,tensor=2", jax.devices()[:4]))
     with Running(placed, tokenizer, max_tokens=ROOM) as running:
