@@ -43,6 +43,15 @@ def tokens() -> None:
     print(engine.idle)
 
 
+def heads() -> None:
+    model, tokenizer = zoo.load("qwen3-embedding-0.6b", head="embedding"), zoo.tokenizer("qwen3-embedding-0.6b")
+    queries = zoo.embed(model, tokenizer, ["What is a list?", "What is a set?"], prompt_name="query", width=256)
+    print(queries.shape, zoo.rank(model, tokenizer, "a list", ["A sequence.", "A number."])[0].score)
+    question = {"type": "choice", "instructions": "Is it about Python?", "criteria": {"yes": None, "no": None}}
+    print(zoo.decide(zoo.load("tiny"), zoo.tokenizer("tiny"), "A list is a sequence.", {"topic": question})["topic"])
+    print(zoo.evaluate(zoo.load("tiny"), zoo.tokenizer("tiny"), ["hellaswag"]))
+
+
 def adapters() -> None:
     model = zoo.lora.add(zoo.load("tiny"), rank=8, alpha=16.0, key=jax.random.key(0))
     zoo.peft.save(model, "adapter", base="org/name")
