@@ -35,7 +35,8 @@ from tests.transcripts import PAGES, ROOT, Transcript, transcripts
 
 
 LIMIT = 120  # seconds for a command
-LARGE = ("qwen3-0.6b", "llama3.1-8b")  # the embedded model stands in for these
+# The embedded model stands in for these.
+LARGE = ("qwen3-0.6b", "qwen3-0.6b-base", "qwen3-embedding-0.6b", "llama3.1-8b")
 SHORT = "--seq-len 128 --sample-every 9 --steps 1 --eval-every 9"
 SMALL = {
     "train.sft": f"{SHORT} --batch 4",
@@ -43,7 +44,8 @@ SMALL = {
     "train.dpo": f"{SHORT} --batch 4",
     "train.reward": f"{SHORT} --batch 4",
     "train.classify": f"{SHORT} --batch 4",
-    "train.embed": f"{SHORT} --batch 4",
+    "train.embed": f"{SHORT} --batch 16",
+    "train.tiny.pairs": "",
     "train.mine": "",
     "train.distill": f"{SHORT} --batch 4",
     "train.grpo": "--seq-len 128 --steps 1 --prompts 2 --group 2 --rollout-batch 4 --max-new-tokens 4",
@@ -93,7 +95,7 @@ def write_data() -> None:
     pathlib.Path("pairs.jsonl").write_text("".join(pairs))
     labels = [{"text": "a clean room", "label": "good"}, {"text": "a dirty room", "label": "bad"}]
     pathlib.Path("labels.jsonl").write_text("".join(json.dumps(each) + "\n" for each in labels * 30))
-    asked = {"state": "a clean room", "question": {"type": "noul", "instructions": "good?"}, "answer": True}
+    asked = {"state": "a clean room", "question": {"type": "score", "criteria": ["bad", "good"]}, "answer": 1}
     pathlib.Path("decisions.jsonl").write_text(f"{json.dumps(asked)}\n" * 30)
     groups = [{"anchor": f"the number {n}", "positive": f"number {n}", "negative": [f"{n + 1}"]} for n in range(60)]
     pathlib.Path("texts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in groups))

@@ -135,20 +135,14 @@ def objective(
 
 
 def label_table(tokenizer: Tokenizer) -> Table:
-    """Returns the tokens of the labels of each type of questions. Types with fewer labels repeat their last.
+    """Returns the tokens of the labels of each type of questions, in rows of one length.
 
-    Raises:
-        ValueError: a label is no single token.
+    Labels that are no single tokens have their first; `train.data.labelled` refuses questions with these.
     """
-    settings = Settings.of(tokenizer.folder)
-    most = max(len(settings.labels[kind]) for kind in KINDS)
-    rows = []
-    for kind in KINDS:
-        ids = [tokenizer.encode(label, special=False) for label in settings.labels[kind]]
-        if wrong := [label for label, each in zip(settings.labels[kind], ids, strict=True) if len(each) != 1]:
-            raise ValueError(f"The label {wrong[0]!r} is no single token of {tokenizer.folder}.")
-        rows.append(tuple(each[0] for each in ids) + (ids[-1][0],) * (most - len(ids)))
-    return tuple(rows)
+    labels = Settings.of(tokenizer.folder).labels
+    most = max(len(labels[kind]) for kind in KINDS)
+    first = lambda kind: tuple(tokenizer.encode(label, special=False)[0] for label in labels[kind])
+    return tuple(first(kind) + (0,) * (most - len(labels[kind])) for kind in KINDS)
 
 
 def main(o: ClassifyOptions) -> None:

@@ -214,7 +214,7 @@ def test_decisions(base, tmp_path):
         asked = question("abc") | {"answer": "middle"}
         (tmp_path / "bad.jsonl").write_text(json.dumps(asked) + "\n")
         command(*arguments(base, tmp_path / "bad.jsonl", tmp_path / "bad", *more, "--hold-out", 0))
-    with pytest.raises(SystemExit, match="The label 'Yes' is no single token"):
+    with pytest.raises(SystemExit, match="The labels Yes, No are not distinct single tokens"):
         command(*arguments(base, tmp_path / "asked.jsonl", tmp_path / "no"))
 
 

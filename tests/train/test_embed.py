@@ -219,6 +219,7 @@ def arguments(base, words, out, *more):
 def test_the_script(base, words, tmp_path):
     """A run learns to find the positives; the exported model finds as many as the run did."""
     command(*arguments(base, words, tmp_path))
+    command(*arguments(base, words, tmp_path))  # it finds its checkpoint, and has nothing left to do
     before, *_, last = read_metrics(tmp_path / "metrics.jsonl")
     assert last["validation_mrr"] > before["validation_mrr"] and last["validation_loss"] < before["validation_loss"]
     model, tokenizer = zoo.load(tmp_path / "model", head="embedding"), zoo.tokenizer(tmp_path / "model")
@@ -246,15 +247,18 @@ def test_scores_are_learnt(base, words, tmp_path):
 @pytest.mark.slow
 def test_adapters_and_meshes(base, words, tmp_path, monkeypatch):
     """Adapters are trained, and losses on eight devices are those on one, in parts, too."""
-    runs = {"one": (), "parts": ("--microbatches", 2), "eight": ("--mesh", "fsdp=4,tensor=2")}
+    mesh, parts = ("--mesh", "fsdp=4,tensor=2"), ("--microbatches", 2)
+    runs = {"one": (), "parts": parts, "eight": mesh, "parts of eight": mesh + parts}
+    command(*arguments(base, words, tmp_path / "int8", "--lora.rank", 4, "--quantize", "int8"))
+    assert (tmp_path / "int8" / "adapter").is_dir()
     found = {}
     for name, more in runs.items():
         if name == "eight":
             devices(monkeypatch, 8)
         command(*arguments(base, words, tmp_path / name, "--lora.rank", 4, *more))
         found[name] = [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in line]
-    np.testing.assert_allclose(found["parts"], found["one"], rtol=1e-3)
-    np.testing.assert_allclose(found["eight"], found["one"], rtol=1e-3)
+    for name in runs:
+        np.testing.assert_allclose(found[name], found["one"], rtol=1e-3, err_msg=name)
     config = json.loads((tmp_path / "one" / "adapter" / "adapter_config.json").read_text())
     assert config["task_type"] == "FEATURE_EXTRACTION"
     assert zoo.peft.load(zoo.load(base / "model", head="embedding"), tmp_path / "one" / "adapter").head is not None

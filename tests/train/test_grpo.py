@@ -245,9 +245,8 @@ def test_models_as_rewards(folder, judges):
     prompts = [prompts_.Prompt([], {"prompt": word}) for word in ("abc ", "xy ")]
     texts = [["fox", "a dog", ""], ["s", "lazy", "hello"]]
     for path, name, head, spoken in ((judges[0], "", "reward", True), (judges[1], ":bad", "classification", False)):
-        with jax.set_mesh(mesh):
-            judge = Judge.load(f"model:{path}{name}", mesh, dtype="float32", batch=4)
-            found = judge.rate(prompts, texts)
+        judge = Judge.load(f"model:{path}{name}", mesh, dtype="float32", batch=4)
+        found = judge.rate(prompts, texts)
         model, rate = zoo.load(path, head=head), jax.jit(lambda m, tokens, segments: m(tokens, segments=segments))
         for n, prompt in enumerate(prompts):
             for m, text in enumerate(texts[n]):

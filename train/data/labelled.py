@@ -103,7 +103,8 @@ def encode_question(record: Record, tokenizer: Tokenizer, *, seq_len: int) -> La
     The beginning of a prompt that is longer than a row is left out.
 
     Raises:
-        ValueError: the record has another format, or an answer that is no option; names file and line.
+        ValueError: the record has another format, an answer that is no option, or labels that are no single tokens;
+            names file and line.
     """
     try:
         match record.fields:
@@ -114,6 +115,7 @@ def encode_question(record: Record, tokenizer: Tokenizer, *, seq_len: int) -> La
         name = str(answer).lower() if isinstance(answer, bool) else str(answer)
         if name not in question.options:
             raise ValueError(f"the answer {name!r} is none of {', '.join(question.options)}.")
+        questions.label_ids(question, tokenizer)
         ids = questions.encode(state, question, tokenizer, most=seq_len)
     except ValueError as error:
         raise BadRecord(record.where, f": {error}") from error

@@ -83,7 +83,8 @@ class Judge:
                 end = len(each)
                 rows["tokens"][row, :end], rows["segments"][row, :end], rows["loss_mask"][row, end - 1] = each, 1, 1
                 rows["positions"][row, :end] = np.arange(end)
-            found.append(gathered(_results(self.model, put_batch(rows, self.mesh, self.model), self.label)))
+            with jax.set_mesh(self.mesh):
+                found.append(gathered(_results(self.model, put_batch(rows, self.mesh, self.model), self.label)))
         return np.concatenate(found)[: len(ids)].reshape(len(prompts), -1)
 
     def encode(self, prompt: Prompt, text: str) -> list[int]:
