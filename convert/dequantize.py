@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32, Shaped, UInt8
+from jaxtyping import Float32, Int, Int32, UInt8
 
-from convert.packed import BLOCK, Packed, ranges
+from convert.packed import BLOCK, Keepable, Packed, ranges, swapped
 from convert.tensors import DTYPES, Tensor
 
 
@@ -195,7 +195,7 @@ class Blocks(_Affine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedIntegers(_Affine):
+class PackedIntegers(_Affine, Keepable):
     """compressed-tensors' "pack-quantized": signed integers of `bits` bits, shifted to be unsigned, in 32-bit words.
 
     codes int32 [out, words]; scales [out, groups]; zeros int32 [words, groups], packed along out. Source:
@@ -222,14 +222,12 @@ class PackedIntegers(_Affine):
         grouped = self.group_size == INT4_COLUMNS and self.shape[1] % INT4_COLUMNS == 0
         return self.bits == 4 and grouped and self.zeros is None and self.groups is None
 
-    def int4(self, rows: slice) -> tuple[UInt8[np.ndarray, "rows bytes"], Shaped[np.ndarray, "rows groups"]]:
-        """Reads the codes of these rows, two to a byte with the first in its upper half, and their scales.
-
-        A code is the integer plus 8. `int4_words` is the inverse.
-        """
+    def as_stored(self, index: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Reads rows of 4 bits. A code is the integer plus 8. `int4_words` is the inverse."""
+        (rows,) = index
         words = np.empty((rows.stop - rows.start, self.codes.shape[1]), INT32)
         self.codes.read_into(words, rows.start)
-        return _swapped(words.view(np.uint8)), self.scales.view()[rows]
+        return swapped(words.view(np.uint8)), self.scales.view()[rows]
 
     def _codes(self, rows: range) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         taken = slice(rows.start, rows.stop)
@@ -292,12 +290,7 @@ class Awq(Gptq):
 
 def int4_words(codes: UInt8[np.ndarray, "rows bytes"]) -> Int32[np.ndarray, "rows words"]:
     """Packs codes of 4 bits, two to a byte with the first in its upper half, into `PackedIntegers`' words."""
-    return np.ascontiguousarray(_swapped(codes)).view(INT32)
-
-
-def _swapped(codes: UInt8[np.ndarray, "rows bytes"]) -> UInt8[np.ndarray, "rows bytes"]:
-    """Exchanges the halves of each byte."""
-    return codes << 4 | codes >> 4
+    return np.ascontiguousarray(swapped(codes)).view(INT32)
 
 
 def unpacked(words: Int[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows columns"]:

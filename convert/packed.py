@@ -7,12 +7,13 @@ is exact, and faster than casting and multiplying each value.
 
 import abc
 import functools
+import math
 import pathlib
 from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Float8e4m3fn, Float32, Float64, UInt8
+from jaxtyping import Float, Float8e4m3fn, Float32, Float64, Shaped, UInt8
 
 from convert.tensors import DTYPES, Tensor
 
@@ -61,7 +62,20 @@ class Packed(abc.ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Blocks(Packed):
+class Keepable(Packed):
+    """A quantised tensor whose codes a model may keep."""
+
+    @abc.abstractmethod
+    def as_stored(self, index: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Reads the codes and the scales of the rows at `index`, which has a slice for all axes but the last.
+
+        Of two codes in a byte the first is in the upper half. Each row has scales of its own, for blocks that divide
+        it. Exponents of 2 are in uint8, plus 127.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Blocks(Keepable):
     """A matrix in float8 with a scale for each block of 128 x 128; the last rows and columns of blocks may be smaller.
 
     codes float8_e4m3fn [out, in]; scales [ceil(out / 128), ceil(in / 128)], which multiply the codes, although files
@@ -88,9 +102,18 @@ class Fp8Blocks(Packed):
             table.take(at, out=into, mode="clip")  # the default mode would fill a buffer first
         return out
 
+    def as_stored(self, index: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Reads rows. A block has as many columns as divide both 128 and the row. `block_scales` is the inverse."""
+        rows, columns = ranges(index, self.shape)
+        codes = np.empty((len(rows), len(columns)), E4M3)
+        self.codes.read_into(codes, rows.start)
+        scales = self.scales.view()[np.array(rows) // BLOCK]
+        scales = scales.repeat(BLOCK // (width := math.gcd(BLOCK, len(columns))), axis=1)[:, : len(columns) // width]
+        return codes, scales.view(np.uint8) if scales.dtype == E8M0 else scales
+
 
 @dataclass(frozen=True, kw_only=True)
-class Mxfp4(Packed):
+class Mxfp4(Keepable):
     """The experts' weights of gpt-oss in float4_e2m1fn, with a power of two as the scale of each 32 values.
 
     codes uint8 [experts, out, in / 32, 16], the first of two values in the low bits; scales uint8 [experts, out,
@@ -125,6 +148,12 @@ class Mxfp4(Packed):
                 table.take(at, out=values[start : start + BLOCK].view(table.dtype), mode="clip")
         return out[:, :, columns.start - 2 * pairs.start :][:, :, : len(columns)].swapaxes(1, 2)
 
+    def as_stored(self, index: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Reads rows of some experts, which are (out, in)."""
+        experts, rows = index
+        codes = self.codes.view()[experts, rows]
+        return swapped(codes.reshape(*codes.shape[:2], -1)), self.scales.view()[experts, rows]
+
 
 def quantize_blocks(
     weight: Float[np.ndarray, "out in"],
@@ -146,6 +175,17 @@ def quantize_blocks(
         scales[i] = np.where(largest, np.maximum(largest / np.float32(448), np.finfo(np.float32).tiny), 1)
         codes[i * BLOCK : (i + 1) * BLOCK] = band / scales[i].repeat(BLOCK)[None, : band.shape[1]]
     return codes, scales
+
+
+def block_scales(scales: Shaped[np.ndarray, "out blocks"], columns: int) -> Shaped[np.ndarray, "..."]:
+    """Returns the scales of `Fp8Blocks` for rows of so many columns, whose scales are as `Fp8Blocks.as_stored`'s."""
+    blocks = scales[::BLOCK, :: BLOCK // math.gcd(BLOCK, columns)]
+    return blocks.view(E8M0) if blocks.dtype == np.uint8 else blocks
+
+
+def swapped(codes: UInt8[np.ndarray, "*shape"]) -> UInt8[np.ndarray, "*shape"]:
+    """Exchanges the halves of each byte."""
+    return codes << 4 | codes >> 4
 
 
 def ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[range]:

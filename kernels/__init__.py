@@ -10,6 +10,8 @@ This package knows no model, and imports only jax, numpy and jaxtyping.
 
 from kernels.attention import FEW, attention
 from kernels.causal_conv import causal_conv
+from kernels.coded import Coded
+from kernels.coded_matmul import coded_matmul
 from kernels.cross_entropy import cross_entropy
 from kernels.decode_attention import decode_attention
 from kernels.delta_rule import delta_rule
@@ -26,6 +28,7 @@ __all__ = [
     "Around",
     "Causal",
     "Chunk",
+    "Coded",
     "Full",
     "Mask",
     "Slots",
@@ -35,6 +38,7 @@ __all__ = [
     "Window",
     "attention",
     "causal_conv",
+    "coded_matmul",
     "counted",
     "cross_entropy",
     "decode_attention",

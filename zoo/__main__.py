@@ -61,7 +61,7 @@ def evaluate(
         batch: number of texts that are scored or written at a time.
         max_new_tokens: largest number of tokens of a generated text, unless the task sets another.
         adapter: folder with an adapter of the model, in PEFT's layout.
-        quantize: hold the layers' weights in 8 or 4 bits; stored: those in int4 that the checkpoint has in int4.
+        quantize: hold the layers' weights in 8 or 4 bits; stored: as the checkpoint has them (docs/weights.md).
         dtype: data type of the weights: float32, bfloat16 or float16. None: the checkpoint's.
         mesh: number of devices along each axis, such as tensor=4 or fsdp=2,tensor=2. None: one device.
     """

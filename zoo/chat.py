@@ -42,7 +42,7 @@ class LoadOptions:
     adapter: pathlib.Path | None = None
     """Folder with an adapter of the model, in PEFT's layout."""
     quantize: Literal["int8", "fp8", "nf4", "stored"] | None = None
-    """Hold the layers' weights in 8 or 4 bits; stored: those in int4 that the checkpoint has in int4."""
+    """Hold the layers' weights in 8 or 4 bits; stored: as the checkpoint has them (docs/weights.md)."""
     dtype: str | None = None
     """Data type of the weights: float32, bfloat16 or float16. None: the checkpoint's."""
     images: bool = False

@@ -62,8 +62,8 @@ def load(
         revision: branch, tag or commit of the repository.
         quantize: store the weights of the layers' linear maps in "int8" or "fp8", with a scale per output, or in "nf4",
             four bits with a scale per 64 weights (`zoo.quantized`). Tensors are quantized one by one as they are read;
-            all others keep their dtype. "stored": what the checkpoint stores in int4 stays in int4, bit by bit, and
-            nothing else is quantized.
+            all others keep their dtype. "stored": weights of linear maps that the checkpoint stores in float8 with
+            scales of blocks, in MXFP4 or in int4 stay as they are, bit by bit, and nothing else is quantized.
         parts: names of optional parts to load too, of the family's `FAMILY.parts`: "vision", a tower for images; "mtp",
             a module that predicts the token after the next.
         head: what stands in the place of output embeddings (docs/heads.md): "embedding", by sentence-transformers'
@@ -144,8 +144,8 @@ def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = Fa
     """Write the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
 
     transformers and `load` read the result back bit-equal. Weights are stored as plain floats, even if they were loaded
-    from a checkpoint with fewer bits; those that stayed in int4, by quantize="stored", are stored as they were. Only
-    the parts that were loaded are saved: from a multimodal checkpoint, by default, the text model.
+    from a checkpoint with fewer bits; those that stayed as they were, by quantize="stored", are stored so. Only the
+    parts that were loaded are saved: from a multimodal checkpoint, by default, the text model.
 
     model.safetensors.manifest.json holds the hash of each file of weights, so that `load` detects a file that is
     damaged or left there by another export. Other libraries ignore it.
@@ -165,7 +165,7 @@ def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = Fa
     family = registry.family_of(model)
     tensors = checkpoint.export(model, family, fp8=fp8)
     hub = write_config(model.config, family, jax.tree.leaves(model)[0].dtype)
-    if quantization := checkpoint.FP8 if fp8 else checkpoint.int4_config(model, tensors):
+    if quantization := checkpoint.FP8 if fp8 else checkpoint.kept_config(model, tensors):
         hub["quantization_config"] = quantization
     files = {"config.json": hub}
     if model.head is not None:

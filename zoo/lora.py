@@ -15,6 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
@@ -78,8 +79,8 @@ class LoRALinear(AbstractLinear):
         a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
         return self.base(x) + low_rank(x, a, b, self.scale)
 
-    def matrix(self) -> Float[Array, "out in"]:
-        base = self.base.matrix()
+    def matrix(self, dtype: DTypeLike) -> Float[Array, "out in"]:
+        base = self.base.matrix(dtype)
         return base + self.scale * (self.b @ self.a).astype(base.dtype)
 
     def partition_specs(self, spec: P) -> "LoRALinear":

@@ -18,11 +18,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 import kernels
 import kernels.quantized_matmul.quantize
 from convert.dequantize import INT4_COLUMNS
+from convert.packed import BLOCK, PAIRS
+from kernels.coded import TABLES, Code, Coded, dequantize
 from kernels.quantized_matmul.quantize import LARGEST
 from kernels.stacked import read
 from kernels.sums import spread
@@ -33,31 +36,44 @@ from zoo.surgery import map_linears, modules
 
 M = TypeVar("M", bound=AbstractModel)
 Format = Literal["int8", "fp8", "nf4", "int4"]
+Kept = Literal["int4", "fp8_blocks", "mxfp4"]  # formats of checkpoints that `zoo.load(quantize="stored")` keeps
 STORED = {
     "int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "nf4": np.dtype(np.uint8),
-    "int4": np.dtype(np.uint8),
+    "int4": np.dtype(np.uint8), "fp8_blocks": np.dtype(ml_dtypes.float8_e4m3fn), "mxfp4": np.dtype(np.uint8),
 }  # fmt: skip
 
-# NF4 (QLoRA, arXiv:2305.14314, appendix E): quantiles of a normal distribution, scaled to -1...1, with an exact 0.
-NF4 = np.array(
-    [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
-        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ],
-    np.float32,
-)  # fmt: skip
-# Formats of four bits: the number that each code stands for, and the most weights that share a scale.
-TABLES = {"nf4": NF4, "int4": np.arange(-8, 8, dtype=np.float32)}
-BLOCKS = {"nf4": 64, "int4": INT4_COLUMNS}
+# The kernels' names of the formats whose weights they dequantise as they multiply.
+CODES: dict[str, Code] = {
+    "fp8": "float8", "nf4": "nf4", "int4": "int4", "fp8_blocks": "float8", "mxfp4": "mxfp4",
+}  # fmt: skip
+# The most neighbours of a row that share a scale. In the other formats a row has one.
+BLOCKS = {"nf4": 64, "int4": INT4_COLUMNS, "fp8_blocks": BLOCK, "mxfp4": 2 * PAIRS}
 
 
 def quantize(model: M, format: Format) -> M:
     """Stores the weights of the decoder layers' linear maps, including experts', in a format: see `quantize_weight`."""
     for kind, quantized in ((AbstractLinear, QuantizedLinear), (AbstractExpertLinear, QuantizedExpertLinear)):
         if any(modules(model.layers, kind)):
-            model = map_linears(model, functools.partial(quantized, format=format), "layers.*", kind=kind)
+            model = map_linears(model, functools.partial(quantized.of, format=format), "layers.*", kind=kind)
     return model
+
+
+def kept(linear: Any, format: Kept, scale: np.dtype) -> Any:
+    """Makes a linear map, or experts', of zeros in a checkpoint's format, with scales of this dtype.
+
+    Both axes of a block of 128 x 128 in float8 may be longer than the matrix's, or end in the middle of a block. So a
+    scale is kept for each row, and for as many neighbours as divide both 128 and the row.
+    """
+    (*rows, columns), bias = linear.shape, linear.bias
+    stored, blocks = stored_sizes(columns, format)
+    weight, scales = jnp.zeros((*rows, stored), STORED[format]), jnp.zeros((*rows, blocks), scale)
+    kind = QuantizedLinear if isinstance(linear, AbstractLinear) else QuantizedExpertLinear
+    return kind(weight, scales, bias, format)
+
+
+def stored_sizes(columns: int, format: Kept) -> tuple[int, int]:
+    """Returns how many numbers and how many scales a row of so many weights has."""
+    return columns // (2 if format in TABLES else 1), columns // math.gcd(columns, BLOCKS[format])
 
 
 def quantize_training(model: M, dtype: Literal["int8", "fp8"]) -> M:
@@ -105,60 +121,64 @@ def quantize_weight(weight: Float[Any, "*rows in"], format: Format, np: ModuleTy
 
 
 def dequantize_weight(
-    values: Shaped[Array, "*rows stored"], scale: Float[Array, "..."], format: Format
+    values: Shaped[Array, "*rows stored"], scale: Float[Array, "..."], format: Format | Kept
 ) -> Float[Array, "..."]:
     """Computes the weights from values and scales, in the dtype of the scales."""
     if format not in TABLES:
         return values.astype(scale.dtype) * scale[..., None]
-    codes = jnp.stack([values >> 4, values & 15], axis=-1).reshape(*scale.shape, -1)
-    weight = jnp.asarray(TABLES[format])[codes.astype(jnp.int32)] * scale[..., None].astype(jnp.float32)
-    return weight.reshape(*values.shape[:-1], -1).astype(scale.dtype)
+    return dequantize(values, scale, CODES[format], scale.dtype)
 
 
 class QuantizedLinear(AbstractLinear):
-    """A `Linear` whose weight is stored quantised, in a `Format`, and not trained."""
+    """A `Linear` whose weight is stored in few bits, and not trained."""
 
     weight: Shaped[Array, "out stored"]
-    scale: Float[Array, " out"] | Float[Array, "out blocks"]
+    scale: Shaped[Array, " out"] | Shaped[Array, "out blocks"]
     bias: Float[Array, " out"] | None
-    format: Format = eqx.field(static=True)
-    in_place: ClassVar[tuple[str, ...]] = ("weight",)
+    format: Format | Kept = eqx.field(static=True)
+    in_place: ClassVar[tuple[str, ...]] = ("weight", "scale")
 
-    def __init__(self, linear: Linear, format: Format):
-        self.weight, self.scale = quantize_weight(linear.weight, format)
-        self.bias, self.format = linear.bias, format
+    @classmethod
+    def of(cls, linear: Linear, format: Format) -> "QuantizedLinear":
+        return cls(*quantize_weight(linear.weight, format), linear.bias, format)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return shape(self.weight, self.format)
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        if self.format in TABLES:
-            y = jnp.einsum("...i,oi->...o", x, self.matrix().astype(x.dtype))
+        if self.format in BLOCKS:
+            y = kernels.coded_matmul(x, coded(self, x.dtype))
         else:
             matmul = kernels.int8_matmul if self.format == "int8" else kernels.fp8_matmul
-            y = matmul(x, self.weight, self.scale)
+            y = matmul(x, self.weight, read(self.scale))
         return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape)
 
-    def matrix(self) -> Float[Array, "out in"]:
-        return dequantize_weight(read(self.weight), self.scale, self.format)
+    def matrix(self, dtype: DTypeLike) -> Float[Array, "out in"]:
+        if self.format in BLOCKS:
+            return coded(self, dtype).read()
+        return dequantize_weight(read(self.weight), read(self.scale), self.format).astype(dtype)
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        return ("scale",) if self.format == "fp8_blocks" else ()
 
     def partition_specs(self, spec: P) -> "QuantizedLinear":
         return quantized_specs(self, spec)
 
 
 class QuantizedExpertLinear(AbstractExpertLinear):
-    """A `QuantizedLinear` for each expert. Except in int8, a layer dequantises all its experts to multiply."""
+    """A `QuantizedLinear` for each expert."""
 
     weight: Shaped[Array, "experts out stored"]
-    scale: Float[Array, "experts out"] | Float[Array, "experts out blocks"]
+    scale: Shaped[Array, "experts out"] | Shaped[Array, "experts out blocks"]
     bias: Float[Array, "experts out"] | None
-    format: Format = eqx.field(static=True)
-    in_place: ClassVar[tuple[str, ...]] = ("weight",)
+    format: Format | Kept = eqx.field(static=True)
+    in_place: ClassVar[tuple[str, ...]] = ("weight", "scale")
 
-    def __init__(self, linear: ExpertLinear, format: Format):
-        self.weight, self.scale = quantize_weight(linear.weight, format)
-        self.bias, self.format = linear.bias, format
+    @classmethod
+    def of(cls, linear: ExpertLinear, format: Format) -> "QuantizedExpertLinear":
+        return cls(*quantize_weight(linear.weight, format), linear.bias, format)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -167,15 +187,18 @@ class QuantizedExpertLinear(AbstractExpertLinear):
     def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
         each = lambda values: jnp.repeat(values, group_sizes, axis=0, total_repeat_length=len(x)).astype(x.dtype)
         if self.format == "int8":
-            y = kernels.ragged_dot(x, self.weight, group_sizes) * each(self.scale)
+            y = kernels.ragged_dot(x, self.weight, group_sizes) * each(read(self.scale))
         else:
-            weight = dequantize_weight(read(self.weight), self.scale, self.format).astype(x.dtype)
-            y = kernels.ragged_dot(x, weight, group_sizes)
+            y = kernels.ragged_dot(x, coded(self, x.dtype), group_sizes)
         return y if self.bias is None else y + each(self.bias)
 
+    @property
+    def exact(self) -> tuple[str, ...]:
+        return ("scale",) if self.format == "fp8_blocks" else ()
+
     def part(self, axis: str) -> "QuantizedExpertLinear":
-        scale, bias = self.scale, None if self.bias is None else on_first(self.bias, axis)
-        if self.format in TABLES:  # the scales are not split: if a block is split, both devices take its scale
+        scale, bias = read(self.scale), None if self.bias is None else on_first(self.bias, axis)
+        if self.format in BLOCKS:  # the scales are not split: if a block is split, both devices take its scale
             devices, blocks = jax.lax.axis_size(axis), scale.shape[-1]
             scale = jnp.repeat(scale, devices // math.gcd(devices, blocks), axis=-1)
             size = scale.shape[-1] // devices
@@ -186,15 +209,21 @@ class QuantizedExpertLinear(AbstractExpertLinear):
         return quantized_specs(self, spec)
 
 
-def shape(weight: Shaped[Array | np.ndarray, "..."], format: Format) -> tuple[int, ...]:
+def shape(weight: Shaped[Array | np.ndarray, "..."], format: Format | Kept) -> tuple[int, ...]:
     """Returns the shape of the weight that is stored as `weight` in a format."""
     return (*weight.shape[:-1], 2 * weight.shape[-1]) if format in TABLES else weight.shape
+
+
+def coded(linear: QuantizedLinear | QuantizedExpertLinear, dtype: DTypeLike) -> Coded:
+    """Returns the weights for the kernels, which dequantise them to `dtype`. A row in "fp8" is one block."""
+    scale = linear.scale if linear.format in BLOCKS else read(linear.scale)[..., None]
+    return Coded(linear.weight, scale, CODES[linear.format], np.dtype(dtype))
 
 
 def quantized_specs(linear: Any, spec: P) -> Any:
     """Replaces each array of a quantised linear map, or of experts', by its `PartitionSpec`; `spec` is the weight's."""
     rows = P(*spec[:-1])
-    scale = P(*rows, None) if linear.format in TABLES else rows  # a row may have too few blocks to split them
+    scale = P(*rows, None) if linear.format in BLOCKS else rows  # a row may have too few blocks to split them
     result = eqx.tree_at(lambda m: (m.weight, m.scale), linear, (spec, scale))
     return result if linear.bias is None else eqx.tree_at(lambda m: m.bias, result, rows)
 
@@ -225,8 +254,8 @@ class LowPrecisionLinear(AbstractLinear):
             y = kernels.fp8_matmul(x, self.weight, activations=True, gradients="quantized")
         return y if self.bias is None else y + spread(self.bias, y.shape)
 
-    def matrix(self) -> Float[Array, "out in"]:
-        return self.weight
+    def matrix(self, dtype: DTypeLike) -> Float[Array, "out in"]:
+        return self.weight.astype(dtype)
 
     def partition_specs(self, spec: P) -> "LowPrecisionLinear":
         quantized_specs = eqx.tree_at(lambda m: m.weight, self, spec)

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from kernels import dispatch
+from kernels.coded import Coded
 from kernels.quantized_matmul import quantize
 from kernels.quantized_matmul.shared import SAVED
 from kernels.stacked import Stacked
@@ -16,7 +17,7 @@ from kernels.stacked import Stacked
 
 def ragged_dot(
     x: Float[Array, "tokens in"] | Int8[Array, "tokens in"],
-    w: Float[Array, "groups out in"] | Int8[Array, "groups out in"] | Stacked,
+    w: Float[Array, "groups out in"] | Int8[Array, "groups out in"] | Stacked | Coded,
     group_sizes: Int[Array, " groups"],
     *,
     implementation: str | None = None,
@@ -31,7 +32,8 @@ def ragged_dot(
     Narrower dtypes accumulate in float32. A NaN in a row stays in the row, and in the gradient of its group's matrix;
     a NaN in a group's matrix stays in the group's rows. `w` may be int8: then its tiles are cast to the dtype of `x`
     as they are multiplied, and there is no gradient of `w`. `w` may be a layer of a stack, which is not copied
-    (`kernels.stacked`). `x` and `w` may both be int8, or both float8_e4m3fn: then the output is float32, and has no
+    (`kernels.stacked`). Or it is `Coded`: then it has no gradient, and for few rows no group is dequantised in memory.
+    `x` and `w` may both be int8, or both float8_e4m3fn: then the output is float32, and has no
     gradient. "tpu" multiplies them in bfloat16, and rounds the sums to bfloat16.
 
     `implementation` is one of

@@ -27,9 +27,11 @@ from jaxtyping import Array, Float, Int
 
 from kernels.backends import blocks, mosaic
 from kernels.backends.mosaic import ROWS, Ring
+from kernels.coded import Coded
 from kernels.ragged_dot import shared
-from kernels.ragged_dot.shared import Matrices, Rows, Tiles
+from kernels.ragged_dot.shared import Matrices, Rows
 from kernels.stacked import Stacked
+from kernels.tiles import Tiles, spans, with_rest
 
 
 PLATFORMS = ()  # chosen only by name, until a GPU has shown that this is faster than "triton"
@@ -41,8 +43,8 @@ WIDTH = 64  # columns that are stored at a time
 
 def refusal(x: Rows, w: Matrices, _: Int[Array, " groups"]) -> str | None:
     """Returns why this implementation cannot take these arguments of `ragged_dot`, or None if it can."""
-    if w.dtype != x.dtype:
-        return f"it multiplies matrices of one dtype, not {x.dtype} by {w.dtype}"
+    if w.dtype != x.dtype or isinstance(w, Coded):
+        return f"it multiplies matrices of one dtype, not {x.dtype} by {w.code if isinstance(w, Coded) else w.dtype}"
     if w.shape[1] % WIDTH or w.shape[2] % WIDTH:
         return f"its matrices have multiples of {WIDTH} rows and columns, not {w.shape[1]} and {w.shape[2]}"
     return mosaic.refusal(x.dtype) or shared.refusal(x, w)
@@ -56,11 +58,11 @@ def ragged_dot(
     return shared.ragged_dot(shared.Kernels(rows_times_matrices, sums_of_products), x, w, group_sizes)
 
 
-def rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -> Array:
+def rows_times_matrices(x: Array, w: Array | Stacked, group_sizes: Array, axis: int) -> Array:
     """Implements `shared.Kernels.rows_times_matrices`."""
     (tokens, depth), columns, w = x.shape, w.shape[3 - axis], Stacked.of(w)
     size = blocks.sizes(__name__, "matrices", x.dtype, "*")
-    tiles = Tiles.of(shared.with_rest(group_sizes, tokens), tokens, 2 * ROWS, aligned=True)
+    tiles = Tiles.of(with_rest(group_sizes, tokens), tokens, 2 * ROWS, aligned=True)
     w_block = (size["columns"], size["depth"]) if axis == 2 else (size["depth"], size["columns"])
     return mosaic.launch(
         functools.partial(_rows_times_matrices_kernel, axis),
@@ -163,7 +165,7 @@ def sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
     size = blocks.sizes(__name__, "sums", x.dtype, "*")
     return mosaic.launch(
         _sums_of_products_kernel,
-        *(*shared.spans(group_sizes, tokens), d_out, x),
+        *(*spans(group_sizes, tokens), d_out, x),
         name="ragged_dot_dw",
         grid={"program": size["programs"]},
         results=jax.ShapeDtypeStruct((groups, outs, ins), x.dtype),

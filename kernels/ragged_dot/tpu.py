@@ -23,10 +23,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels.backends import blocks
 from kernels.backends.device import device, elsewhere
+from kernels.coded import Coded
+from kernels.coded_matmul import tpu as coded_tpu
 from kernels.quantized_matmul.quantize import LARGEST
 from kernels.ragged_dot import shared
-from kernels.ragged_dot.shared import Matrices, Rows, Tiles
+from kernels.ragged_dot.shared import Matrices, Rows
 from kernels.stacked import Stacked, read
+from kernels.tiles import Tiles, mean_rows, spans, with_rest
 
 
 PLATFORMS = ("tpu",)
@@ -52,13 +55,17 @@ def refusal(x: Rows, w: Matrices, _: Int[Array, " groups"]) -> str | None:
 @jax.jit  # so that calls outside jit compile once, too
 def ragged_dot(x: Rows, w: Matrices, group_sizes: Int[Array, " groups"]) -> Float[Array, "tokens out"]:
     """Computes `kernels.ragged_dot` in Pallas for TPUs. Sides in 8 bits are cast to bfloat16, without rounding."""
-    if x.dtype in LARGEST:
+    if x.dtype in LARGEST and not isinstance(w, Coded):
         w = w if w.dtype == jnp.int8 else read(w).astype(jnp.bfloat16)
         return ragged_dot(x.astype(jnp.bfloat16), w, group_sizes).astype(jnp.float32)
     return shared.ragged_dot(shared.Kernels(_rows_times_matrices, _sums_of_products), x, w, group_sizes)
 
 
 def _rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -> Array:
+    if isinstance(w, Coded):
+        if axis == 2 and coded_tpu.refusal(x, w) is None:
+            return coded_tpu.grouped(x, w, group_sizes)
+        w = w.read()
     w = Stacked.of(w)
     if _lies_transposed(*w.shape[1:]):
         return _rows_times_matrices(x, Stacked(w.stack.swapaxes(2, 3), w.layer), group_sizes, axis=3 - axis)
@@ -67,8 +74,8 @@ def _rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -
     rows = _whole(tokens, sizes["piece"], sizes["rows"])
     column_block, depth_block = min(sizes["columns"], columns), _depth_block(sizes, depth)
     last = depth // depth_block - 1
-    tiles = Tiles.of(shared.with_rest(group_sizes, tokens), tokens, rows, aligned=True)
-    _, ends = shared.spans(group_sizes, tokens)
+    tiles = Tiles.of(with_rest(group_sizes, tokens), tokens, rows, aligned=True)
+    _, ends = spans(group_sizes, tokens)
 
     # Tiles of rows without a group name the blocks that are in memory already, so nothing is loaded for them.
     source = jnp.minimum(tiles.first, jnp.maximum(ends[-1] - 1, 0)) // rows
@@ -182,7 +189,7 @@ def _sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
         ),
         interpret=device().platform == "cpu",
         name="ragged_dot_tn",
-    )(tiles.group, tiles.first, tiles.end, *shared.spans(group_sizes, tokens), d_out, x)
+    )(tiles.group, tiles.first, tiles.end, *spans(group_sizes, tokens), d_out, x)
 
 
 def _sums_of_products_kernel(
@@ -253,7 +260,7 @@ def _lies_transposed(outs: int, ins: int) -> bool:
 def _sizes(kernel: str, x: Array, groups: int) -> dict[str, int]:
     """Returns the table's sizes, with pieces cut to the rows of a group of mean size."""
     sizes = blocks.sizes(__name__, kernel, x.dtype, "*")
-    return {**sizes, "piece": shared.mean_rows(len(x), groups, least=16, most=sizes["piece"])}
+    return {**sizes, "piece": mean_rows(len(x), groups, least=16, most=sizes["piece"])}
 
 
 def _whole(length: int, part: int, most: int) -> int:

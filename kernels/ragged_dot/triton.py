@@ -21,9 +21,12 @@ from kernels.backends import blocks, triton
 from kernels.backends.device import elsewhere
 from kernels.backends.dot8 import dot8
 from kernels.backends.triton import Side, load_block, store_block
+from kernels.coded import Coded
+from kernels.coded_matmul import triton as coded_triton
 from kernels.ragged_dot import shared
-from kernels.ragged_dot.shared import Matrices, Rows, Tiles
+from kernels.ragged_dot.shared import Matrices, Rows
 from kernels.stacked import Stacked
+from kernels.tiles import Tiles, mean_rows, spans, with_rest
 
 
 PLATFORMS = ("gpu",)
@@ -49,11 +52,15 @@ def ragged_dot(x: Rows, w: Matrices, group_sizes: Int[Array, " groups"]) -> Floa
 
 
 def _rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -> Array:
+    if isinstance(w, Coded):
+        if axis == 2 and coded_triton.refusal(x, w) is None:
+            return coded_triton.grouped(x, w, group_sizes)
+        w = w.read()
     (tokens, depth), groups, columns = x.shape, w.shape[0], w.shape[3 - axis]
-    rows = shared.mean_rows(tokens, groups, least=triton.SMALLEST, most=128)
+    rows = mean_rows(tokens, groups, least=triton.SMALLEST, most=128)
     shape_class = f"rows{rows}" if rows < 128 else "shallow" if depth <= SHALLOW else "deep"
     sizes = blocks.sizes(__name__, "int8" if w.dtype == jnp.int8 else "matrices", x.dtype, shape_class)
-    tiles = Tiles.of(shared.with_rest(group_sizes, tokens), tokens, sizes["rows"])
+    tiles = Tiles.of(with_rest(group_sizes, tokens), tokens, sizes["rows"])
 
     # Programs start along the grid's first axis, then along its second. So a band of rows takes one block of columns
     # after another: both sides of the products that run at a time are a few megabytes, and stay in the L2 cache.
@@ -116,7 +123,7 @@ def _sums_of_products(d_out: Array, x: Array, group_sizes: Array) -> Array:
     sizes = blocks.sizes(__name__, "sums", x.dtype, shape_class)
     return triton.launch(
         functools.partial(_sums_of_products_kernel, sizes),
-        *shared.spans(group_sizes, tokens),
+        *spans(group_sizes, tokens),
         d_out,
         x,
         name="ragged_dot_dw",

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kernels.coded import Coded
 from kernels.ragged_dot import shared
-from kernels.ragged_dot.shared import Matrices, Rows, Tiles
+from kernels.ragged_dot.shared import Matrices, Rows
 from kernels.stacked import Stacked
+from kernels.tiles import Tiles, mean_rows
 
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -35,16 +37,18 @@ def tile_size(tokens: int, groups: int) -> int:
 
     With more rows, work is wasted on rows of other groups; with fewer, each matrix is read more often.
     """
-    return min(tokens, shared.mean_rows(tokens, groups, least=8, most=128))
+    return min(tokens, mean_rows(tokens, groups, least=8, most=128))
 
 
 def _rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -> Array:
-    tiles, w = Tiles.of(group_sizes, len(x), tile_size(len(x), w.shape[0])), Stacked.of(w)
+    tiles = Tiles.of(group_sizes, len(x), tile_size(len(x), w.shape[0]))
+    w = w if isinstance(w, Coded) else Stacked.of(w)
 
     def put_tile(i: Array, out: Array) -> Array:
         # Makes w depend on i: otherwise jax 0.10 on CPU converts all of a bfloat16 w to float32 before the loop.
         w_i, group = lax.optimization_barrier((w, tiles.group[i]))
-        product = _product(_take(x, tiles, i), w_i.stack[w_i.layer, group].astype(x.dtype), axes=(1, axis - 1))
+        matrix = w_i.group(group) if isinstance(w_i, Coded) else w_i.stack[w_i.layer, group].astype(x.dtype)
+        product = _product(_take(x, tiles, i), matrix, axes=(1, axis - 1))
         product = jnp.where(_own(tiles, i, len(x)), product, _take(out, tiles, i))
         return lax.dynamic_update_slice_in_dim(out, product, _start(tiles, i, len(x)), axis=0)
 

@@ -6,6 +6,7 @@ layer's cache, or as all experts of a layer, the compiled program has copied the
 """
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import equinox as eqx
 import jax
@@ -35,8 +36,8 @@ from zoo import registry
 from zoo.nn.cache import init_cache
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.recurrent import RecurrentCache
-from zoo.quantized import quantize
-from zoo.surgery import modules
+from zoo.quantized import Kept, kept, quantize
+from zoo.surgery import map_linears, modules
 
 
 needs_gpu_compiler = pytest.mark.skipif(
@@ -169,7 +170,9 @@ def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, ...]]:
     model = eqx.filter_eval_shape(lambda: family.Model(config, key=jax.random.key(0)))
     in_bf16 = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if x.dtype == jnp.float32 else x.dtype)
     model = jax.tree.map(in_bf16, model)
-    if step.quantize:
+    if step.quantize in get_args(Kept):
+        model = eqx.filter_eval_shape(as_stored, model, step.quantize)
+    elif step.quantize:
         model = eqx.filter_eval_shape(quantize, model, step.quantize)
     cache = eqx.filter_eval_shape(lambda m: init_cache(m, step.batch, step.length, step.cache, widen=step.widen), model)
     vectors = [x for x in jax.tree.leaves(cache) if x.ndim >= 4 and x.shape[-1] >= 16]  # not the scales
@@ -191,6 +194,16 @@ def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, ...]]:
     state = max((slot(c.state) // len(c.state) for c in recurrent), default=0)
     facts = (min(of_layer), min(matrices), size(model) - looked_up + size(cache) + twice, state)
     return function, (cache, arrays, tokens, tokens), facts
+
+
+def as_stored(model: Any, format: Kept) -> Any:
+    """Makes the shapes of a model whose checkpoint has the format: in MXFP4 experts alone, else all linear maps."""
+    scale = np.dtype(dict(mxfp4=np.uint8, fp8_blocks=np.float32).get(format, jnp.bfloat16))
+    for kind in (AbstractExpertLinear,) if format == "mxfp4" else (AbstractLinear, AbstractExpertLinear):
+        if any(modules(model.layers, kind)):
+            make = functools.partial(kept, format=format, scale=scale)
+            model = map_linears(model, make, "layers.*", kind=kind)
+    return model
 
 
 def _compile(chip: str, steps: list[Step]) -> list[Compiled]:

@@ -35,6 +35,22 @@ STEPS = {
 }
 
 
+# Weights as they are stored, with layers that repeat: each kind's matrices are parts of a stack.
+STORED = {
+    "h200": [
+        step("qwen3-8b", batch=2, quantize="fp8_blocks"),
+        step("qwen3-8b", batch=2, quantize="nf4"),
+        step("qwen3-30b-a3b", batch=2, quantize="fp8_blocks"),
+        step("gpt-oss-20b", batch=2, layers=4, quantize="mxfp4"),
+    ],
+    "v6e": [
+        step("qwen3-8b", batch=2, quantize="fp8_blocks"),
+        step("qwen3-8b", batch=2, quantize="nf4"),
+        step("gpt-oss-20b", batch=2, layers=4, quantize="mxfp4"),
+    ],
+}
+
+
 # Arrays that may be as large as a matrix. XLA makes them, not our kernels.
 # - MLA's decode multiplies by the two halves of kv_b_proj, which are stored head by head. At batch 1 XLA writes out the
 #   products with one half before it sums them. That is 67 MB a layer, where the experts of eight choices have 790 MB.
@@ -54,4 +70,17 @@ def test_no_copy_of_a_matrix(chip):
         found = [x for x in compiled.results if x.bytes >= compiled.matrix and made not in x.shape]
         if found or (compiled.moved > 1.15 * compiled.needed and each.model != "gemma-7b"):
             faults.append((each.model, round(compiled.moved / compiled.needed, 3), found))
+    assert not faults
+
+
+@pytest.mark.parametrize(
+    "chip", [pytest.param("h200", marks=needs_gpu_compiler), pytest.param("v6e", marks=needs_libtpu)]
+)
+def test_weights_are_multiplied_as_they_are_stored(chip):
+    """No result is as large as a matrix in few bits, and the step moves at most 1.1 times these and the cache."""
+    faults = []
+    for each, compiled in zip(STORED[chip], measure(chip, *STORED[chip]), strict=True):
+        found = [x for x in compiled.results if x.bytes >= compiled.matrix]
+        if found or compiled.moved > 1.1 * compiled.needed:
+            faults.append((each.model, each.quantize, round(compiled.moved / compiled.needed, 3), found))
     assert not faults

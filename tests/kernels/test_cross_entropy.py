@@ -50,7 +50,7 @@ def make(kind: str) -> Model:
     linear = Linear(EMBED, VOCAB, bias=True, std=1.0, key=head)
     heads = {
         "tied": None,
-        "int8": QuantizedLinear(linear, "int8"),
+        "int8": QuantizedLinear.of(linear, "int8"),
         "lora": LoRALinear.new(linear, lora, rank=2, alpha=4.0),
     }
     other = jnp.ones(3)

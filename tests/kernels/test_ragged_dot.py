@@ -17,10 +17,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 import kernels
 from kernels.quantized_matmul.quantize import dequantize, quantize
-from kernels.ragged_dot import shared
-from kernels.ragged_dot.shared import Tiles
 from kernels.ragged_dot.xla import tile_size
 from kernels.stacked import Stacked
+from kernels.tiles import Tiles, spans, with_rest
 
 
 IMPLEMENTATIONS = ["xla", "triton", "tpu", "reference"]
@@ -281,7 +280,7 @@ def test_the_work_is_that_of_the_rows(training, decode):
 
 
 def test_rows_beyond_the_groups_are_a_group():
-    starts, ends = jax.jit(lambda sizes: shared.spans(shared.with_rest(sizes, 10), 10))(np.int32([3, 0, 4]))
+    starts, ends = jax.jit(lambda sizes: spans(with_rest(sizes, 10), 10))(np.int32([3, 0, 4]))
     assert list(starts) == [0, 3, 3, 7] and list(ends) == [3, 3, 7, 10]
 
 

@@ -16,7 +16,7 @@ from tests.zoo.programs import TOKENS, error, forward, on_host, same
 from zoo.config import read
 from zoo.models import gpt_oss
 from zoo.nn.layers import Float32RMSNorm
-from zoo.quantized import quantize
+from zoo.quantized import coded, quantize
 
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -65,6 +65,29 @@ def test_mxfp4_is_read_as_what_it_stands_for(checkpoint, dtype):
     assert weight.dtype == (dtype or jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(weight)[0].astype(np.float32), values)
     assert same(model, zoo.load(plain, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_mxfp4_stays_as_it_is_stored(checkpoint, dtype, tmp_path):
+    """Experts in MXFP4 are kept, stand for the numbers that are read without the option, and are saved bit by bit."""
+    packed, *_ = checkpoint
+    floats, kept = (zoo.load(packed, dtype=dtype, quantize=quantize) for quantize in (None, "stored"))
+    experts = kept.layers.period[1].mlp.experts.gate_up_proj
+    weight = jax.jit(lambda linear: coded(linear, dtype or jnp.bfloat16).read())(experts)
+    assert same(weight, floats.layers.period[1].mlp.experts.gate_up_proj.weight)
+    assert experts.weight.nbytes * 2 == weight.size and experts.scale.dtype == jnp.uint8
+    tokens = jnp.asarray(np.random.RandomState(0).randint(0, 64, (2, 12)))
+    # In float32 only the order of sums differs; in bfloat16 these are rounded in other places, too.
+    assert error(forward(kept, tokens), forward(floats, tokens)) < (1e-6 if dtype else 2**-6)
+    zoo.save(on_host(kept), tmp_path)
+    ours, theirs = convert.tensors.open_tensors(tmp_path), convert.tensors.open_tensors(packed)
+    if dtype is None:
+        assert ours.keys() == theirs.keys()
+        assert all(ours[name].view().tobytes() == theirs[name].view().tobytes() for name in ours)
+    assert same(zoo.load(tmp_path, quantize="stored"), kept)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
+    split = zoo.load(packed, dtype=dtype, quantize="stored", mesh="fsdp=2,tensor=2,expert=2")
+    assert same(split, kept)
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])

@@ -16,6 +16,7 @@ import safetensors.numpy
 import convert.tensors
 import zoo
 from kernels import Tokens
+from kernels.coded import NF4
 from tests.zoo import tiny
 from tests.zoo.programs import STACKS, TOKENS, decode, error, forward, init_cache, same
 from tests.zoo.test_engine import PROMPTS, log_softmax, logits_after
@@ -26,7 +27,7 @@ from zoo.config import read
 from zoo.models import qwen3_next
 from zoo.nn.cache import Int8Vectors
 from zoo.nn.recurrent import RecurrentCache
-from zoo.quantized import NF4, STORED
+from zoo.quantized import STORED
 from zoo.surgery import path_name
 from zoo.weights.checkpoint import skeleton
 

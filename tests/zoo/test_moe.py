@@ -17,7 +17,7 @@ import kernels
 import zoo
 from kernels.stacked import Stacked
 from tests.zoo import tiny
-from tests.zoo.programs import TOKENS, error, noise, on_host, packed
+from tests.zoo.programs import TOKENS, noise, on_host, packed
 from zoo import lora, surgery
 from zoo.lora import LoRAExpertLinear
 from zoo.mesh import make_mesh
@@ -114,7 +114,7 @@ def test_split_experts_adapted_and_quantised(mixture):
     def make():
         experts = Experts()
         adapted = [
-            LoRAExpertLinear.new(QuantizedExpertLinear(m, format), key, rank=2, alpha=2.0)
+            LoRAExpertLinear.new(QuantizedExpertLinear.of(m, format), key, rank=2, alpha=2.0)
             for m, format in ((experts.up, "int8"), (experts.down, "nf4"))
         ]
         return eqx.tree_at(lambda m: (m.up, m.down), experts, adapted)
@@ -128,7 +128,7 @@ def test_split_experts_adapted_and_quantised(mixture):
     with jax.set_mesh(make_mesh("fsdp=2,expert=2,tensor=2")):
         ours = jax.jit(lambda *arguments: gradient(*arguments))(trained, *tokens)
     for a, b in zip(*map(jax.tree.leaves, (ours, want)), strict=True):
-        assert error(a, b) < 1e-5
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()  # scales of nf4 have no gradient
 
 
 @pytest.mark.parametrize(

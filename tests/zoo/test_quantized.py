@@ -9,12 +9,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zoo
+from kernels.coded import NF4
 from tests.zoo.programs import forward, noise, same
 from zoo import surgery
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Linear
 from zoo.nn.stack import Stack
 from zoo.quantized import (
-    NF4,
     LowPrecisionExpertLinear,
     LowPrecisionLinear,
     QuantizedLinear,
@@ -178,9 +178,9 @@ def test_nf4_equals_bitsandbytes():
 def test_a_stored_weight_has_no_gradient(format):
     """The factor that it multiplies does have a gradient, that of the dequantised weights."""
     plain = noise(lambda: Linear(64, 8, key=jax.random.key(0)))
-    stored = eqx.filter_jit(lambda linear: QuantizedLinear(linear, format))(plain)
+    stored = eqx.filter_jit(lambda linear: QuantizedLinear.of(linear, format))(plain)
     x = np.random.RandomState(1).standard_normal((2, 64)).astype(np.float32)
-    both = lambda x: (jnp.sum(jnp.sin(stored(x))), jnp.sum(jnp.sin(x @ stored.matrix().T)))
+    both = lambda x: (jnp.sum(jnp.sin(stored(x))), jnp.sum(jnp.sin(x @ stored.matrix(x.dtype).T)))
     np.testing.assert_allclose(*jax.jit(jax.jacrev(both))(x), atol=1e-5)
     cast = surgery.cast(stored, jnp.bfloat16)
     assert cast.weight.dtype == stored.weight.dtype and cast.scale.dtype == jnp.bfloat16

@@ -22,7 +22,7 @@ from zoo.quantized import LowPrecisionLinear, QuantizedLinear
 
 
 TOKENS = jnp.asarray(np.random.RandomState(0).randint(0, 64, (8, 12)))
-int8 = functools.partial(QuantizedLinear, format="int8")
+int8 = functools.partial(QuantizedLinear.of, format="int8")
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ class FineTuningOptions(Options):
     lora: Lora = Lora()
     quantize: Literal["none", "int8", "fp8", "nf4", "stored"] = "none"
     """Format of the weights under adapters, which are not trained. none: --compute-dtype. int8 and fp8: eight bits.
-    nf4: four bits (QLoRA). stored: four bits where the checkpoint has four bits (Kimi), else --compute-dtype."""
+    nf4: four bits (QLoRA). stored: as the checkpoint has them (docs/weights.md#as-stored), else --compute-dtype."""
     retired: ClassVar[Mapping[str, str]] = {
         "push-to-hub": "`hf upload ORG/NAME RUN/model --private` uploads the result of a run."
     }

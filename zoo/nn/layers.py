@@ -10,11 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
+from kernels.backends.device import device
 from kernels.mesh import split_lookup
 from kernels.sums import lookup, scaled, spread
+
+
+FEW_ROWS = 64  # up to this number of rows, reading a matrix takes most of the time of a product with it
 
 
 class AbstractLinear(eqx.Module):
@@ -32,8 +37,13 @@ class AbstractLinear(eqx.Module):
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]: ...
 
     @abc.abstractmethod
-    def matrix(self) -> Float[Array, "out in"]:
-        """Returns the matrix, for the few formulas that need more than the product with it."""
+    def matrix(self, dtype: DTypeLike) -> Float[Array, "out in"]:
+        """Returns the matrix in `dtype`, for the few formulas that need more than the product with it."""
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """Names of the fields that `zoo.surgery.cast` leaves alone."""
+        return ()
 
     @abc.abstractmethod
     def partition_specs(self, spec: P) -> "AbstractLinear":
@@ -58,10 +68,15 @@ class Linear(AbstractLinear):
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         y = jnp.einsum("...i,oi->...o", x, self.weight)
-        return y if self.bias is None else y + spread(self.bias, y.shape)
+        if self.bias is None:
+            return y
+        if device().platform == "gpu" and x.size <= FEW_ROWS * x.shape[-1]:
+            # Otherwise the sum is made a part of cuBLAS's product, and XLA copies the layer's matrix out of the stack.
+            y = jax.lax.optimization_barrier(y)
+        return y + spread(self.bias, y.shape)
 
-    def matrix(self) -> Float[Array, "out in"]:
-        return self.weight
+    def matrix(self, dtype: DTypeLike) -> Float[Array, "out in"]:
+        return self.weight.astype(dtype)
 
     def partition_specs(self, spec: P) -> "Linear":
         placed = eqx.tree_at(lambda m: m.weight, self, spec)
@@ -82,6 +97,11 @@ class AbstractExpertLinear(eqx.Module):
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
         """The first `group_sizes[0]` rows through the first expert's map, the next ones through the second's, ..."""
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """Names of the fields that `zoo.surgery.cast` leaves alone."""
+        return ()
 
     @abc.abstractmethod
     def part(self, axis: str) -> "AbstractExpertLinear":

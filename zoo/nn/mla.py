@@ -113,7 +113,7 @@ class LatentAttention(AbstractMixer):
         if latents is not None and x.shape[1] <= kernels.FEW:
             # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For few
             # tokens this is cheaper than projecting all cached latents, which now are keys and values of one head.
-            w = self.kv_b_proj.matrix().reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+            w = self.kv_b_proj.matrix(x.dtype).reshape(c.num_attention_heads, -1, c.kv_lora_rank)
             w_k, w_v = jnp.split(w, [c.qk_nope_head_dim], axis=1)
             q = jnp.concatenate([jnp.einsum("bshn,hnr->bshr", q_nope, w_k), q_pe], axis=-1)
             y = kernels.attention(q, latents, c.kv_lora_rank, at, k_at, scale=self.scale)

@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import equinox as eqx
 import jax
@@ -31,22 +31,24 @@ import rich.progress
 from jax.sharding import Mesh, NamedSharding
 
 from convert.dequantize import INT4_COLUMNS, PackedIntegers, int4_words
-from convert.packed import Packed, quantize_blocks
+from convert.packed import BLOCK, E8M0, PAIRS, Packed, block_scales, quantize_blocks, swapped
 from convert.tensors import Lazy, Tensor
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Stack
 from zoo.quantized import (
     Format,
+    Kept,
     LowPrecisionExpertLinear,
     LowPrecisionLinear,
     QuantizedExpertLinear,
     QuantizedLinear,
+    kept,
     quantize,
 )
 from zoo.surgery import map_linears, modules, path_name, shardings, with_head
 from zoo.weights.gather import gathered
-from zoo.weights.reading import Fused, Parameter, Part, Reader, Scan, Stored, once
+from zoo.weights.reading import Fused, Parameter, Part, Reader, Scan, Stored, kept_as, once, scale_dtype
 
 
 M = TypeVar("M", bound=AbstractModel)
@@ -207,7 +209,7 @@ def fill(
         mesh: each device gets its part by the family's `partition_rules`, and each process reads only the parts of its
             own devices.
         format: quantize each tensor as it is read, in whole rows, as `zoo.quantized.quantize` does. "stored": do not
-            dequantise those in int4.
+            dequantise linear maps' weights that can stay as they are stored.
         check_values: check all values read by `zoo.weights.reading.Scan`.
         mmap: on a CPU and without a mesh, do not copy a tensor that needs neither cast nor stacking: the array is the
             memory-mapped file.
@@ -219,14 +221,14 @@ def fill(
     wanted, tensors = list(parameters(skeleton, family, len(tensors))), standard_names(tensors, family)
     wanted = as_stored(wanted, tensors)
     check(wanted, tensors, skeleton.config, family, dtype)
+    dtypes = dtypes_of(skeleton, wanted, tensors, dtype)
     if format == "stored":
-        result, format = with_int4(skeleton, wanted, tensors, dtype), "int4"
+        result = with_kept(skeleton, wanted, tensors, dtypes)
     else:
         result = eqx.filter_eval_shape(quantize, skeleton, format) if format else skeleton
     shapes = {path_name(path): a.shape for path, a in jax.tree_util.tree_leaves_with_path(result)}
     places = jax.tree.leaves(shardings(result, family.partition_rules, mesh)) if mesh else [None] * len(shapes)
     places = dict(zip(shapes, places, strict=True))
-    dtypes = dtypes_of(skeleton, wanted, tensors, dtype)
     arrays: dict[str, jax.Array] = {}
     scan = Scan() if check_values else None
     size = sum(tensors[name].nbytes for parameter in wanted for name in parameter.names.flat)
@@ -251,40 +253,50 @@ def dtypes_of(
     return {p.path: np.dtype(np.float32) if p.path.startswith(float32) else own(p) for p in wanted}
 
 
-def with_int4(skeleton: M, wanted: Sequence[Parameter], tensors: Mapping[str, Stored], dtype: np.dtype | None) -> M:
-    """Replace the linear maps of a skeleton whose weights are stored in int4 by quantized ones, which hold them so.
+def with_kept(
+    skeleton: M, wanted: Sequence[Parameter], tensors: Mapping[str, Stored], dtypes: Mapping[str, np.dtype]
+) -> M:
+    """Replace the linear maps of a skeleton whose weights can stay as they are stored by ones that hold them so.
 
     Raises:
         ValueError: a linear map's weight is stored in another quantized format, its layers or experts are stored in
             different ones, or the model's dtype cannot hold its scales; the message names the tensor.
     """
-    held: set[str] = set()
+    held: dict[str, tuple[Kept, np.dtype]] = {}
     linears = dict(modules(skeleton, (Linear, ExpertLinear)))
     for parameter in wanted:
         path, _, field = parameter.path.rpartition(".")
         stored = [tensors[name] for name in parameter.names.flat]
-        if path not in linears or field != "weight" or all(isinstance(tensor, Tensor) for tensor in stored):
+        if path not in linears or field != "weight" or all(map(plain, stored)):
             continue
+        dtype = dtypes[parameter.path]
         for tensor in stored:
-            if not isinstance(tensor, PackedIntegers) or not tensor.is_int4:
+            format, scale = kept_as(tensor), scale_dtype(tensor, dtype)
+            if format is None or (format, scale) != held.setdefault(path, (format, scale)):
                 raise ValueError(
-                    f"{tensor.name} in {tensor.file} cannot stay as it is stored, as quantize='stored' asks. Four bits "
-                    f"with a scale for {INT4_COLUMNS} weights and no zero points can, for all layers and experts alike."
+                    f"{tensor.name} in {tensor.file} cannot stay as it is stored, as quantize='stored' asks. float8 in "
+                    f"blocks, MXFP4, and four bits with a scale for {INT4_COLUMNS} weights and no zero points can, for "
+                    "all layers and experts alike."
                 )
-            if not np.can_cast(tensor.scales.dtype, dtype or tensor.dtype):
+            if isinstance(tensor, PackedIntegers) and not np.can_cast(tensor.scales.dtype, dtype):
                 raise ValueError(
-                    f"{tensor.scales.name} in {tensor.file} is {tensor.scales.dtype}; {dtype or tensor.dtype} cannot "
-                    "hold all of its numbers. With quantize='stored', choose dtype='float32'."
+                    f"{tensor.scales.name} in {tensor.file} is {tensor.scales.dtype}; {dtype} cannot hold all of its "
+                    "numbers. With quantize='stored', choose dtype='float32'."
                 )
-        held.add(path)
 
-    def in_int4(model: M) -> M:
-        for kind, quantized in ((AbstractLinear, QuantizedLinear), (AbstractExpertLinear, QuantizedExpertLinear)):
+    def with_held(model: M) -> M:
+        for kind in (AbstractLinear, AbstractExpertLinear):
             for path in [path for path, _ in modules(model, kind) if path in held]:
-                model = map_linears(model, functools.partial(quantized, format="int4"), path, kind=kind)
+                format, scale = held[path]
+                model = map_linears(model, functools.partial(kept, format=format, scale=scale), path, kind=kind)
         return model
 
-    return eqx.filter_eval_shape(in_int4, skeleton)
+    return eqx.filter_eval_shape(with_held, skeleton)
+
+
+def plain(tensor: Stored) -> bool:
+    """Whether a tensor holds its values as they are."""
+    return isinstance(tensor, Tensor) or (isinstance(tensor, Fused) and all(map(plain, sum(tensor.experts, ()))))
 
 
 @contextlib.contextmanager
@@ -306,7 +318,11 @@ def put(part: Part, shape: tuple[int, ...], place: NamedSharding | None) -> jax.
 
 
 def parts_of(
-    parameter: Parameter, reader: Reader, dtype: np.dtype, format: Format | None, shapes: Mapping[str, tuple[int, ...]]
+    parameter: Parameter,
+    reader: Reader,
+    dtype: np.dtype,
+    format: Format | Literal["stored"] | None,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Part]:
     """Return how a parameter is read: path of an array of the model -> part. A quantized weight is two arrays.
 
@@ -316,8 +332,8 @@ def parts_of(
     scale = f"{path.removesuffix('.weight')}.scale"
     if format is None or scale not in shapes:
         return {path: once(lambda index: reader.read(parameter, index, dtype))}
-    if format == "int4":
-        both = once(lambda index: reader.read_int4(parameter, index, dtype))
+    if format == "stored":
+        both = once(lambda index: reader.read_stored(parameter, index, dtype))
     else:
         both = once(lambda index: reader.read_quantized(parameter, index, dtype, format))
     rows, scaled = parameter.array.ndim - 1, len(shapes[scale])
@@ -422,7 +438,7 @@ def equal(a: Stored, b: Stored) -> bool:
 def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[str, Lazy]:
     """Invert `fill`: return tensor name -> (shape, dtype, function that returns it as numpy), in layer order.
 
-    A weight in int4 is stored as three tensors, as compressed-tensors does.
+    A weight in few bits that came from a checkpoint is stored as it was there, in two or three tensors.
 
     `fp8` stores the matrices in the family's `fp8_blocks` in 8 bits, with a scale for each block of 128 x 128. Experts
     that otherwise are one tensor are then stored one by one, as in published checkpoints.
@@ -430,19 +446,20 @@ def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[s
     Raises:
         ValueError: if surgery has replaced a linear by a kind that the Hub layout cannot hold, if the model is not
             what the family makes of its config, or if `fp8` is asked of a family without that layout or of a model with
-            weights in int4.
+            weights that stay as they are stored.
     """
     if fp8 and not family.fp8_blocks:
         raise ValueError(f"{family.name} has no layout with fp8 blocks.")
     check_unchanged(model, family)
-    int4 = {path for path, _ in modules(model, QUANTIZED)}
-    if fp8 and int4:
-        raise ValueError("The model holds weights in int4, which stay so: save it without fp8.")
+    linears = dict(modules(model, QUANTIZED))
+    if fp8 and linears:
+        held = " and ".join(sorted({linear.format for linear in linears.values()}))
+        raise ValueError(f"The model holds weights in {held}, which stay so: save it without fp8.")
     out: dict[str, Lazy] = {}
     for parameter in parameters(model, family):
-        if parameter.path.rpartition(".")[0] in int4:
+        if linear := linears.get(parameter.path.rpartition(".")[0]):
             for at in np.ndindex(parameter.names.shape):
-                out |= int4_tensors(parameter, at)
+                out |= kept_tensors(parameter, at, family, linear)
             continue
         blocks = fp8 and any(fnmatch.fnmatch(parameter.path, pattern) for pattern in family.fp8_blocks)
         for at in np.ndindex(parameter.names.shape):
@@ -457,46 +474,72 @@ def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[s
     return {published_name(name, model, family): tensor for name, tensor in out.items()}
 
 
-def int4_tensors(parameter: Parameter, at: tuple[int, ...]) -> dict[str, Lazy]:
-    """Return the tensors for `array[at]` of a map in int4: for its codes, its scales, or its bias.
+def kept_tensors(
+    parameter: Parameter, at: tuple[int, ...], family: Family, linear: QuantizedLinear | QuantizedExpertLinear
+) -> dict[str, Lazy]:
+    """Return the tensors for `array[at]` of a linear map as it was stored: for its codes, its scales, or its bias.
 
     Raises:
-        ValueError: the family stores the weight with swapped axes, or all experts' as one tensor.
+        ValueError: the family stores a weight in int4 with swapped axes, or all experts' as one tensor.
     """
-    name, shape, dtype = str(parameter.names[at]), parameter.stored_shape, np.dtype(parameter.array.dtype)
+    field, name = parameter.path.rpartition(".")[2], str(parameter.names[at])
+    if field == "bias":
+        return {
+            name: (parameter.stored_shape, np.dtype(parameter.array.dtype), functools.partial(stored, parameter, at))
+        }
+    parameter = dataclasses.replace(parameter, transposed=parameter.transposed and linear.format == "int4")
+    shape, dtype = parameter.stored_shape, np.dtype(parameter.array.dtype)
     get = functools.partial(stored, parameter, at)
-    match parameter.path.rpartition(".")[2]:
-        case "weight" if parameter.transposed or len(shape) != 2:
+    match linear.format, field:
+        case "fp8_blocks", "weight":
+            return {name: (shape, dtype, get) for name, shape, get in matrices(parameter, at, family)}
+        case "fp8_blocks", _:
+            columns, kind = linear.shape[-1], E8M0 if dtype == np.uint8 else dtype
+            return {
+                f"{name}_scale_inv": (
+                    (-(-shape[0] // BLOCK), -(-columns // BLOCK)), kind, lambda get=get: block_scales(get(), columns)
+                )
+                for name, shape, get in matrices(parameter, at, family)
+            }  # fmt: skip
+        case "mxfp4", "weight":
+            groups = (*shape[:-1], shape[-1] // PAIRS, PAIRS)
+            return {f"{name}_blocks": (groups, dtype, lambda: swapped(get()).reshape(groups))}
+        case "mxfp4", _:
+            return {f"{name}_scales": (shape, dtype, get)}
+        case _, "weight" if parameter.transposed or len(shape) != 2:
             raise ValueError(f"{name} has no layout in int4: {parameter.path} is not stored as matrices of (out, in).")
-        case "weight":
+        case _, "weight":
             rows, columns = shape[0], 2 * shape[1]
             return {
                 f"{name}_packed": ((rows, columns // 8), np.dtype(np.int32), lambda: int4_words(get())),
                 f"{name}_shape": ((2,), np.dtype(np.int32), lambda: np.array([rows, columns], np.int32)),
             }
-        case "scale":
-            return {f"{name}_scale": (shape, dtype, get)}
-        case _:
-            return {name: (shape, dtype, get)}
+    return {f"{name}_scale": (shape, dtype, get)}
 
 
-def int4_config(model: AbstractModel, tensors: Mapping[str, Lazy]) -> dict[str, Any] | None:
-    """Return the quantization_config of an export with these tensors; None if none is in int4."""
-    if not any(modules(model, QUANTIZED)):
+def kept_config(model: AbstractModel, tensors: Mapping[str, Lazy]) -> dict[str, Any] | None:
+    """Return the quantization_config of an export with these tensors; None if all are plain floats."""
+    formats = {linear.format for _, linear in modules(model, QUANTIZED)}
+    names = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    floats = [n for n in names if len(tensors[f"{n}.weight"][0]) == 2 and f"{n}.weight_scale_inv" not in tensors]
+    if "fp8_blocks" in formats:
+        return FP8 | dict(modules_to_not_convert=floats)
+    if "mxfp4" in formats:
+        return dict(quant_method="mxfp4", modules_to_not_convert=floats)
+    if "int4" not in formats:
         return None
     weights = dict(type="int", num_bits=4, symmetric=True, strategy="group", group_size=INT4_COLUMNS, dynamic=False)
     group = dict(targets=["Linear"], weights=weights, input_activations=None, output_activations=None)
-    plain = [name.removesuffix(".weight") for name, (shape, _, _) in tensors.items() if name.endswith(".weight")]
     return dict(
         quant_method="compressed-tensors", format="pack-quantized", quantization_status="compressed",
-        config_groups={"group_0": group}, ignore=[name for name in plain if len(tensors[f"{name}.weight"][0]) == 2],
+        config_groups={"group_0": group}, ignore=floats,
     )  # fmt: skip
 
 
 def check_unchanged(model: AbstractModel, family: Family) -> None:
     """Raise ValueError unless a model is what the family makes of its config, so that a folder can hold it."""
     for path, linear in modules(model, (AbstractLinear, AbstractExpertLinear)):
-        if not isinstance(linear, PLAIN) and not is_int4(linear):
+        if not isinstance(linear, PLAIN) and not is_kept(linear):
             raise ValueError(f"{path} is a {type(linear).__name__}; the Hub layout only holds plain linears.")
     parts = [part for part in family.parts if getattr(model, part) is not None]
     made = skeleton(family, model.config, parts)
@@ -508,17 +551,17 @@ def check_unchanged(model: AbstractModel, family: Family) -> None:
         )
 
 
-def is_int4(linear: Any) -> bool:
-    """Whether a linear map is quantized as compressed-tensors stores maps, too."""
-    return isinstance(linear, QUANTIZED) and linear.format == "int4"
+def is_kept(linear: Any) -> bool:
+    """Whether a linear map is quantized as checkpoints store maps, too."""
+    return isinstance(linear, QUANTIZED) and linear.format in get_args(Kept)
 
 
 def changed(model: Any, made: Any, path: str) -> str | None:
     """Describe the first class, static field or shape in which a model differs from its family's; None if none does.
 
-    `PLAIN` linear maps may replace one another or be in int4, and layers may be rematerialised.
+    `PLAIN` linear maps may replace one another or be as a checkpoint stores them, and layers may be rematerialised.
     """
-    if type(made) in PLAIN and (type(model) in PLAIN or is_int4(model)):
+    if type(made) in PLAIN and (type(model) in PLAIN or is_kept(model)):
         matrix = lambda linear: jax.ShapeDtypeStruct(linear.shape, linear.weight.dtype)
         model, made = ((matrix(linear), linear.bias) for linear in (model, made))
     if isinstance(made, jax.ShapeDtypeStruct):

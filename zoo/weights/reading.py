@@ -6,16 +6,16 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.dequantize import INT4_COLUMNS, PackedIntegers
-from convert.packed import Packed
+from convert.dequantize import PackedIntegers
+from convert.packed import E8M0, Fp8Blocks, Keepable, Mxfp4, Packed
 from convert.tensors import Tensor
-from zoo.quantized import STORED, Format, quantize_weight
+from zoo.quantized import STORED, Format, Kept, quantize_weight, stored_sizes
 
 
 Index = tuple[slice, ...]
@@ -23,7 +23,8 @@ Part = Callable[[Any], Any]  # reads the part of an array at an `Index`
 
 PIECE = 2**25  # bytes that a thread reads at a time
 QUANTIZED_PIECE = 2**18  # the same for a thread that quantizes: this fits into a core's cache
-INT4_ZEROS = 0x88  # two codes of zeros, which are stored plus 8
+# By format: the bits of two codes that count, and what these are in two zeros. In MXFP4 a zero may have a sign.
+ZEROS = {"int4": (0xFF, 0x88), "mxfp4": (0x77, 0), "fp8_blocks": (0x7F, 0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,20 +54,61 @@ class Fused:
     def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """Reads the part at `index` (slices without steps) in `dtype`, and nothing else."""
         experts, rows, columns = (*index, *[slice(None)] * (3 - len(index)))
-        first, last, _ = rows.indices(self.shape[1])
-        parts = []
+        parts = [
+            np.concatenate([tensor.part((own, columns), dtype) for tensor, own in self._rows(expert, rows)])
+            for expert in self.experts[experts]
+        ]
+        return np.stack(parts) if parts else np.empty((0, len(range(self.shape[1])[rows]), self.shape[2]), dtype)
+
+    def as_stored(self, index: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Reads as `Keepable` does."""
+        experts, rows = index
+        both = []
         for expert in self.experts[experts]:
-            start, found = 0, []
-            for tensor in expert:
-                size = tensor.shape[0]
-                here = slice(min(max(first - start, 0), size), min(max(last - start, 0), size))
-                found.append(tensor.part((here, columns), dtype))
-                start += size
-            parts.append(np.concatenate(found))
-        return np.stack(parts) if parts else np.empty((0, last - first, self.shape[2]), dtype)
+            parts = [
+                tensor.as_stored((own,)) for tensor, own in self._rows(expert, rows) if isinstance(tensor, Keepable)
+            ]
+            both.append([np.concatenate(arrays) for arrays in zip(*parts, strict=True)])
+        codes, scales = map(np.stack, zip(*both, strict=True))
+        return codes, scales
+
+    def _rows(self, expert: tuple[Tensor | Packed, ...], rows: slice) -> Iterator[tuple[Tensor | Packed, slice]]:
+        """Yields an expert's tensors, each with those of its rows that are among the joined `rows`."""
+        (first, last, _), start = rows.indices(self.shape[1]), 0
+        for tensor in expert:
+            size = tensor.shape[0]
+            yield tensor, slice(min(max(first - start, 0), size), min(max(last - start, 0), size))
+            start += size
 
 
 Stored = Tensor | Packed | Fused  # a tensor of a checkpoint, whose values are read later
+
+
+def kept_as(tensor: Stored) -> Kept | None:
+    """Return the format in which a tensor can stay as it is stored; None: it has to be dequantised."""
+    match tensor:
+        case Fused():
+            formats: set[Kept | None] = {kept_as(each) for expert in tensor.experts for each in expert}
+            return formats.pop() if len(formats) == 1 else None
+        case Fp8Blocks():
+            return "fp8_blocks"
+        case Mxfp4():
+            return "mxfp4"
+        case PackedIntegers() if tensor.is_int4:
+            return "int4"
+    return None
+
+
+def scale_dtype(tensor: Stored, dtype: np.dtype) -> np.dtype:
+    """Return the dtype of the scales of a tensor that stays as it is stored, in a model of `dtype`."""
+    match tensor:
+        case Fused():
+            return scale_dtype(tensor.experts[0][0], dtype)
+        case Fp8Blocks():
+            return np.dtype(np.uint8) if tensor.scales.dtype == E8M0 else tensor.scales.dtype
+        case Mxfp4():
+            return np.dtype(np.uint8)
+    return dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +161,17 @@ class Scan:
         if matrix and positive <= 0 and negative <= sign:
             self.zeros.append((tensor.name, values.size))
 
-    def look_int4(self, tensor: PackedIntegers, codes: np.ndarray, scales: np.ndarray) -> None:
-        """Check codes and scales of rows that stay in int4 as `look` checks values."""
-        self.look(tensor.scales, scales)
-        if not scales.any() or (codes == INT4_ZEROS).all():
-            self.zeros.append((tensor.name, 2 * codes.size))
+    def look_stored(self, tensor: Stored, codes: np.ndarray, scales: np.ndarray, format: Kept) -> None:
+        """Check codes and scales of rows that stay as they are stored as `look` checks values."""
+        mask, zeros = ZEROS[format]
+        if format == "fp8_blocks":
+            self.look(tensor, codes)
+        if scales.dtype != np.uint8:
+            self.look(tensor.scales if isinstance(tensor, Packed) else tensor, scales)
+        elif (scales == 255).any():
+            raise self.refusal(tensor, "has scales that are NaN")
+        if not scales.any() or (codes.view(np.uint8) & mask == zeros).all():
+            self.zeros.append((tensor.name, codes.size if format == "fp8_blocks" else 2 * codes.size))
 
     def end(self, tensors: Iterable[Stored]) -> None:
         """Raise a ValueError that names the matrix, if all of a matrix was read and is zeros."""
@@ -185,18 +233,22 @@ class Reader:
         self._for_each_piece(fetch, names, shape, PIECE // dtype.itemsize)
         return out
 
-    def read_int4(self, parameter: Parameter, index: Index, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Read the rows `index` of a parameter that is stored in int4, as they are: codes, and scales in `dtype`."""
+    def read_stored(self, parameter: Parameter, index: Index, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Read the rows `index` of a parameter as they are stored: codes, and scales for a model of `dtype`."""
         names, inner, shape = locate(parameter, (*index, slice(None)))
-        codes = aligned_empty((*names.shape, *shape[:-1], shape[-1] // 2), STORED["int4"])
-        scales = aligned_empty((*names.shape, *shape[:-1], shape[-1] // INT4_COLUMNS), dtype)
+        first = self.tensors[str(parameter.names.flat[0])]
+        format = kept_as(first)
+        assert format is not None
+        stored, blocks = stored_sizes(shape[-1], format)
+        codes = aligned_empty((*names.shape, *shape[:-1], stored), STORED[format])
+        scales = aligned_empty((*names.shape, *shape[:-1], blocks), scale_dtype(first, dtype))
 
         def fetch(tensor: Stored, at: tuple[int, ...], piece: slice) -> None:
-            assert isinstance(tensor, PackedIntegers)
-            rows = slice(inner[0].start + piece.start, inner[0].start + piece.stop)
-            codes[at][piece], scales[at][piece] = tensor.int4(rows)
+            these = slice(inner[0].start + piece.start, inner[0].start + piece.stop)
+            assert isinstance(tensor, Keepable | Fused)
+            codes[at][piece], scales[at][piece] = tensor.as_stored((these, *inner[1:-1]))
             if self.scan:
-                self.scan.look_int4(tensor, codes[at][piece], scales[at][piece])
+                self.scan.look_stored(tensor, codes[at][piece], scales[at][piece], format)
 
         self._for_each_piece(fetch, names, shape, PIECE // dtype.itemsize)
         return codes, scales
