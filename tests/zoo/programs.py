@@ -1,12 +1,17 @@
 """Compiled calls of a model: tests that call these with equal shapes, best those of TOKENS, share programs."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.zoo import tiny
 from zoo import surgery
+from zoo.registry import family_of
+from zoo.weights import checkpoint
 
 
 TOKENS = jax.device_put(tiny.TOKENS)
@@ -51,6 +56,14 @@ def same(ours, theirs) -> bool:
     (a, one), (b, other) = jax.tree.flatten(ours), jax.tree.flatten(theirs)
     equal = lambda x, y: x.dtype == y.dtype and np.array_equal(np.asarray(x), np.asarray(y))
     return one == other and all(map(equal, a, b))
+
+
+@functools.cache
+def skeleton(config, parts=()):
+    """Returns a released model without its numbers. Tracing how these are drawn would take half of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "truncated_normal", lambda key, lower, upper, shape: jnp.zeros(shape))
+        return checkpoint.skeleton(family_of(config), config, parts)
 
 
 def on_host(model):

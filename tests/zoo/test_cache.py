@@ -113,8 +113,9 @@ WIDTH = 8  # tokens of a decode call, wider than most windows
 COMING = [(8, 5), (8, 0), (1, 8), (7, 1), (1, 1), (0, 8), (8, 8), (7, 8), (0, 1)]
 # Checkpoints with the caches of their family's STACK, but other positions in its formulas, or fewer kinds of layers.
 OTHERS = [
-    "gemma3", "granite4", "granite4-mamba", "kimi_linear-groups-new", "llama-rope3", "llama4-alternating", "ministral3",
-    "mixtral-window-new", "nemotron_h-groups", "qwen3-window-tail", "qwen3-yarn", "qwen3_5-moe", "smollm3-lists-new",
+    "gemma3", "gemma4-untied", "granite4", "granite4-mamba", "kimi_linear-groups-new", "llama-rope3",
+    "llama4-alternating", "ministral3", "mixtral-window-new", "nemotron_h-groups", "qwen3-window-tail", "qwen3-yarn",
+    "qwen3_5-moe", "smollm3-lists-new",
 ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from zoo.nn.routing import Router, experts_of
 FEW = Sampling(max_new_tokens=6)
 TURN = tiny.TOKENS[1, 20:25].tolist()  # what comes after a completion
 SHAPE: Any = dict(batch=3, max_tokens=40, stride=4, page=4)
-QUICK = ["qwen3-window-head", "deepseek3", "qwen3_next", "lfm2", "gemma4"]  # windows, latents, states, inputs, sharing
+QUICK = ["qwen3-window-head", "deepseek3", "qwen3_next", "lfm2"]  # windows, latents, states, inputs
 
 
 def drawn(engine, *completions):

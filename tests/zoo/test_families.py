@@ -101,8 +101,11 @@ def test_what_is_missing_is_named(pieces, piece, entry, sentence):
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_every_implementation_serves(load, name):
-    """Only a decode step may refuse heads of 8 features and latents of 24, which no released model has."""
+def test_every_implementation_serves(load, untyped, name):
+    """Only a decode step may refuse heads of 8 features and latents of 24, which no released model has.
+
+    Types are those of the same models in test_cache.py, and not checked again.
+    """
     calls = kernels.explain(prefill_and_decode, load(name), TOKENS)
     able = lambda call, implementation: implementation == call.implementation or call.others[implementation] is None
     asked = [call for call in calls if call.operation in ("attention", "ragged_dot")]

@@ -97,7 +97,7 @@ def test_the_text_model_is_read(load, tmp_path):
     folder = wrap(tmp_path / "model", "gemma4-shared")
     assert same(zoo.load(folder), load("gemma4-shared"))
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-    layer = "model.language_model.layers.6.self_attn"
+    layer = "model.language_model.layers.3.self_attn"
     spare = {f"{layer}.{name}.weight": np.ones((8, 32), np.float32) for name in ("k_proj", "v_proj", "k_norm")}
     safetensors.numpy.save_file(tensors | spare, folder / "model.safetensors")
     assert same(zoo.load(folder), load("gemma4-shared"))

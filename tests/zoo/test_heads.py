@@ -236,7 +236,7 @@ def test_an_encoder_does_not_generate(embedders):
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_every_family_takes_every_head(folders, load, tmp_path, name):
+def test_every_family_takes_every_head(folders, load, untyped, tmp_path, name):
     """A head replaces the output embeddings, has a place on meshes, and comes back from files with the same bits."""
     plain = load(name)
     width, key = plain.config.hidden_size, jax.random.key(0)

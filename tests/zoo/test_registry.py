@@ -1,6 +1,5 @@
 """Every zoo name: its architecture against the recorded facts, its parameter count, and the data it needs for use."""
 
-import functools
 import itertools
 import json
 import math
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import convert.hub
 import zoo
 from tests.zoo import tiny
+from tests.zoo.programs import skeleton
 from zoo import registry
 from zoo.config import read, write
 from zoo.nn.model import AbstractConfig
@@ -45,11 +45,6 @@ NAMES: dict[AbstractConfig, list[str]] = {}
 for _name, _config in registry.CONFIGS.items():
     NAMES.setdefault(_config, []).append(_name)
 CONFIGS = pytest.mark.parametrize("config", [pytest.param(config, id=names[0]) for config, names in NAMES.items()])
-
-
-@functools.cache
-def skeleton(config):
-    return checkpoint.skeleton(registry.family_of(config), config)
 
 
 def test_every_config_has_a_name():

@@ -6,7 +6,6 @@ alone, in gradients, decoding, chats, files, and on a mesh.
 
 import base64
 import dataclasses
-import functools
 import json
 import shutil
 
@@ -23,7 +22,7 @@ import zoo
 import zoo.serve.prompts
 import zoo.vision.open
 from tests.zoo import seeing, tiny
-from tests.zoo.programs import decode, error, on_host, same
+from tests.zoo.programs import decode, error, on_host, same, skeleton
 from tests.zoo.test_continue import assert_goes_on
 from tests.zoo.test_images import png
 from tests.zoo.test_serve import CHAT, Running
@@ -34,16 +33,19 @@ from zoo.generation.speculative import ModelDraft
 from zoo.nn.fields import is_ignorable
 from zoo.nn.layers import AbstractLinear, Linear
 from zoo.nn.model import Images
-from zoo.registry import family_of
 from zoo.serve.fields import Refusal, in_template_form
 from zoo.surgery import modules, partition_specs, path_name
 from zoo.text.prompts import encode_prompt
-from zoo.weights.checkpoint import export, skeleton, standard_names
+from zoo.weights.checkpoint import export, standard_names
 
 
-MIXTURE = pytest.param("qwen3_vl-moe", marks=pytest.mark.slow)
+slow = lambda name: pytest.param(name, marks=pytest.mark.slow)
 TOWERS = ["gemma3-pattern", "gemma4", "llama4", "ministral3", "muse_glimmer", "qwen3_vl"]
 EACH = pytest.mark.parametrize("name", [*TOWERS, "qwen3_5"])
+# In a cache they are like others: Gemma 3 and Llama 4.
+OF_A_KIND = ("gemma4", "muse_glimmer")
+EACH_KIND = pytest.mark.parametrize("name", [slow(n) if n in OF_A_KIND else n for n in (*TOWERS, "qwen3_5")])
+GRADIENTS = ["gemma3-pattern", "gemma4-shared", "llama4", "ministral3", "muse_glimmer", "qwen3_vl"]
 NEW = 3  # number of generated tokens
 EVERY = pytest.mark.parametrize("name", tiny.SEEING)
 
@@ -53,12 +55,12 @@ def look(case, model, tokens=None, images=None, segments=None, counted=None, *, 
     segment 1.
 
     It also returns gradients of the squared logits of the tokens that count, by default all tokens. The gradients are
-    None except for the towers' first checkpoints.
+    None except for the checkpoints of `GRADIENTS`.
     """
     if tokens is None:
         tokens, images = case.prompts, case.images()
     segments, counted = (np.ones_like(case.prompts) if given is None else given for given in (segments, counted))
-    program = _with_gradients if (case.name in TOWERS if gradients is None else gradients) else _without
+    program = _with_gradients if (case.name in GRADIENTS if gradients is None else gradients) else _without
     arguments = case, *jax.device_put((images, tokens, segments, np.float32(counted)))
     (logits, features), gradients = on_host(program(model, *arguments))
     return logits, features, gradients
@@ -98,7 +100,9 @@ def assert_golden(case, logits, features):
         assert error(flat(case, features[key]), theirs.reshape(-1, theirs.shape[-1])) < 1e-5, key
 
 
-@pytest.mark.parametrize("name", [*TOWERS, "gemma4-dense", "gemma4-shared", "mistral", "qwen3_5", MIXTURE])
+@pytest.mark.parametrize(
+    "name", [*TOWERS, "gemma4-dense", "mistral", "qwen3_5", slow("qwen3_vl-moe"), slow("gemma4-shared")]
+)
 def test_logits_and_features(load_vision, name):
     """Rows without an image, with one, and with several are right; of one shape, or of any shape with padding."""
     case = tiny.SEEING[name]
@@ -141,7 +145,7 @@ def pack(case, rows):
     return tokens, Images(images.patches, images.grids, image, feature), segments
 
 
-@EACH
+@pytest.mark.parametrize("name", [*TOWERS, "qwen3_5", slow("gemma4-shared")])
 def test_packed_documents_with_images_equal_each_alone(load_vision, name):
     """Logits are equal, and gradients of the first row's, whose documents have all of their images, or part of one."""
     case, model = tiny.SEEING[name], load_vision(name)
@@ -188,7 +192,7 @@ def separate(case):
     return prompts, [part_of_images(row, 0, length) for row, length in zip(rows, lengths, strict=True)]
 
 
-@EACH
+@EACH_KIND
 def test_texts_with_images_go_on(untyped, load_vision, name):
     """A turn may have images, and so may the text before it. Chunks end where images do."""
     case, model = tiny.SEEING[name], load_vision(name)
@@ -200,7 +204,7 @@ def test_texts_with_images_go_on(untyped, load_vision, name):
     assert_goes_on(engine, [prompt], prompt, [seen], seen)
 
 
-@EACH
+@EACH_KIND
 def test_decoding_after_images(untyped, load_vision, name):
     """Prompts of several lengths, each with its images, are prefilled at once; the rest is decoded token by token.
 
@@ -286,7 +290,7 @@ def test_without_the_part_it_is_the_text_model(load_vision, vision_folders, name
     told = json.loads((tmp_path / "config.json").read_text())
     assert (told["model_type"], *told["architectures"]) == case.text_names
     assert not told.keys() & {"text_config", "vision_config", "image_token_id", "image_token_index"}
-    beside = ("vision_", "multi_modal_projector.", "model.visual.", "model.vision_", "model.embed_vision.")
+    beside = ("vision_", "multi_modal_projector.", "visual.", "model.visual.", "model.vision_", "model.embed_vision.")
     of_text = {k.replace("language_model.", ""): v for k, v in case.tensors().items() if not k.startswith(beside)}
     saved = convert.tensors.open_tensors(tmp_path)
     assert saved.keys() == of_text.keys()
@@ -329,10 +333,7 @@ def test_rules_of_a_mesh(load_vision, name):
     assert_split(tiny.SEEING[name], load_vision(name))
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "ministral3", "muse_glimmer", "qwen3_vl")]
-
-
-@pytest.mark.parametrize("name", ["gemma3-pattern", *SLOW])
+@pytest.mark.parametrize("name", ["gemma3-pattern", *map(slow, ("llama4", "ministral3", "muse_glimmer", "qwen3_vl"))])
 def test_on_a_mesh(untyped, vision_folders, name):
     """The work is split by pictures; a last picture makes their number even, and a last row that of the rows."""
     case, mesh = tiny.SEEING[name], zoo.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
@@ -349,16 +350,11 @@ def test_on_a_mesh(untyped, vision_folders, name):
     assert_golden(case, logits[: len(tokens)], {key: x[: len(images.patches)] for key, x in features.items()})
 
 
-@functools.cache  # twins share it
-def skeleton_of(config):
-    return skeleton(family_of(config), config, ("vision",))
-
-
 @pytest.mark.parametrize("name", [name for case in tiny.SEEING.values() for name in case.parameters])
 def test_released_models(untyped, name):
     """The number of parameters equals the Hub's for the repository, and every matrix of the tower is split."""
     case = next(case for case in tiny.SEEING.values() if name in case.parameters)
-    whole = skeleton_of(zoo.config(name))
+    whole = skeleton(zoo.config(name), ("vision",))
     assert sum(array.size for array in jax.tree.leaves(whole)) == case.parameters[name]
     assert_split(case, whole)
 

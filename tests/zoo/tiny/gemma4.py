@@ -7,8 +7,7 @@ import numpy as np
 import PIL.Image
 
 from tests.zoo.seeing import Chat, Checkpoint, add_chat, ask, image, template, text
-from tests.zoo.tiny import COMMON, attention, biases, filled, mlp, tensors
-from zoo.vision.towers.gemma4 import places
+from tests.zoo.tiny import COMMON, attention, biases, filled, mlp
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -34,22 +33,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         layer_types=[SLIDING, FULL] * 2, num_hidden_layers=4, enable_moe_block=True, num_experts=4, top_k_experts=2,
         moe_intermediate_size=24,
     ),
+    # Values that are all keys' own; no tied head, and no cap on logits; rows of keys with biases.
     "gemma4-dense": LARGE
     | dict(
-        layer_types=[FULL, SLIDING, SLIDING, FULL], num_hidden_layers=4, num_key_value_heads=4,
-        num_global_key_value_heads=2,
+        layer_types=[SLIDING, FULL], num_hidden_layers=2, num_key_value_heads=4, num_global_key_value_heads=None,
+        tie_word_embeddings=False, attention_bias=True, final_logit_softcapping=None,
     ),
-    # Two periods with keys of their own, of which the second is shared, and two that read it.
     "gemma4-shared": GEMMA4
     | dict(
-        layer_types=[SLIDING, FULL] * 4, num_hidden_layers=8, num_kv_shared_layers=4,
+        layer_types=[SLIDING, FULL] * 2, num_hidden_layers=4, num_kv_shared_layers=2,
         hidden_size_per_layer_input=16, use_double_wide_mlp=True, num_key_value_heads=1, final_logit_softcapping=20.0,
         rms_norm_eps=0.01,
     ),
-    # No period: embeddings for each layer, shared keys and K = V; no tied head; rows of keys with biases.
+    # All at once: embeddings for each layer, K = V, keys of the second full layer alone that later layers read, and two
+    # of these that repeat.
     "gemma4-untied": LARGE
     | dict(
-        layer_types=[FULL, SLIDING, FULL, SLIDING, FULL], num_hidden_layers=5, num_kv_shared_layers=2,
+        layer_types=[FULL, SLIDING, FULL, SLIDING, SLIDING, FULL], num_hidden_layers=6, num_kv_shared_layers=3,
         num_global_key_value_heads=None, hidden_size_per_layer_input=8, tie_word_embeddings=False, attention_bias=True,
         final_logit_softcapping=None, rms_norm_eps=0.01, use_bidirectional_attention=None,
     ),
@@ -196,15 +196,20 @@ class Gemma4(Checkpoint):
         },
     )
 
-    def __init__(self, name, *, parameters, **changes):
-        """Uses the text model of tests/zoo/tiny, and a tower with these changes."""
+    def __init__(self, name, *, parameters, dim=0, **changes):
+        """Uses two layers of a text model of tests/zoo/tiny, without experts, with embeddings for each layer of `dim`
+        features, and a tower with these changes.
+        """
         self.name, self.parameters, self.tower = name, parameters, TOWER | changes
+        fewer = dict(layer_types=[SLIDING, FULL], num_hidden_layers=2, num_kv_shared_layers=0, enable_moe_block=False)
+        self.text = CONFIGS[name] | fewer | dict(hidden_size_per_layer_input=dim, rms_norm_eps=0.01)
 
     def config(self):
-        text = {key: value for key, value in CONFIGS[self.name].items() if key not in BESIDE}
+        text = {key: value for key, value in self.text.items() if key not in BESIDE}
         names = dict(architectures=["Gemma4ForConditionalGeneration"], model_type="gemma4")
         own = dict(text_config=text, vision_config=self.tower, vision_soft_tokens_per_image=8)
-        return IDS | names | own | dict(torch_dtype="float32", tie_word_embeddings=True)
+        tied = self.text.get("tie_word_embeddings", True)
+        return IDS | names | own | dict(torch_dtype="float32", tie_word_embeddings=tied)
 
     def tower_shapes(self):
         c, tower = self.tower, "model.vision_tower"
@@ -226,10 +231,11 @@ class Gemma4(Checkpoint):
                 out |= {f"{name}.{bound}": () for name in linears for bound in bounds}
             out |= {f"{layer}.{norm}.weight": (d,) for norm in NORMS}
             out |= {f"{layer}.self_attn.{norm}.weight": (c["head_dim"],) for norm in ("q_norm", "k_norm")}
-        return out | {"model.embed_vision.embedding_projection.weight": (CONFIGS[self.name]["hidden_size"], d)}
+        return out | {"model.embed_vision.embedding_projection.weight": (self.text["hidden_size"], d)}
 
     def tensors(self):
-        of_text = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors(self.name).items()}
+        of_text = filled(shapes(self.text), np.random.RandomState(1), values)
+        of_text = {name.replace("model.", "model.language_model.", 1): x for name, x in of_text.items()}
 
         def vision_values(name, noise):
             if name.endswith(("put_min", "put_max")):  # so that some numbers are clipped
@@ -258,8 +264,7 @@ class Gemma4(Checkpoint):
         return [Chat(messages, prompt, self.pictures[1:], GRIDS[1:], room=32, within=1e-6)]
 
     def features(self, model, images):
-        tower = model.vision.tower(images.patches, places(images.grids, ROOM, 2))
-        return dict(tower=tower, features=model.vision(images.patches, images.grids))
+        return dict(features=model.vision(images.patches, images.grids))
 
     def given(self, side=2, room=ROOM):
         pixels, where = np.zeros((3, room, 3 * side**2), np.float32), np.full((3, room, 2), -1)
@@ -273,8 +278,7 @@ class Gemma4(Checkpoint):
         import torch
 
         own = {key: given[key] for key in ("pixel_values", "image_position_ids")}
-        out = model.model.get_image_features(**own, return_dict=True)
-        return dict(tower=out.last_hidden_state, features=torch.cat(out.pooler_output))
+        return dict(features=torch.cat(model.model.get_image_features(**own, return_dict=True).pooler_output))
 
 
 class Unified(Gemma4):
@@ -296,7 +300,7 @@ class Unified(Gemma4):
         norms = {f"{embedder}.patch_ln1.weight": (pixels,)}
         norms |= {f"{embedder}.{name}.weight": (d,) for name in ("patch_ln2", "pos_norm")}
         own = {f"{embedder}.pos_embedding": (EMBEDDER["mm_posemb_size"], 2, d)}
-        own["model.embed_vision.embedding_projection.weight"] = (CONFIGS[self.name]["hidden_size"], d)
+        own["model.embed_vision.embedding_projection.weight"] = (self.text["hidden_size"], d)
         return matrices | norms | biases(matrices | norms) | own
 
     def logits(self, model):
@@ -318,20 +322,16 @@ class Unified(Gemma4):
     def given(self):
         return super().given(side=4, room=8)
 
-    def their_features(self, model, given):
-        found = super().their_features(model, given)
-        return found | dict(tower=found["tower"][(given["image_position_ids"] >= 0).all(-1)])
-
 
 SEEING = [
-    Gemma4(
-        "gemma4", standardize=True,
+    Gemma4(  # with all features at once, which no released model has
+        "gemma4", standardize=True, use_clipped_linears=True, dim=8,
         parameters={  # each with std_bias and std_scale
             "gemma4-26b": 25_805_933_872 + 30 + 2 * 1152, "gemma4-31b": 31_273_086_512 + 60 + 2 * 1152,
         },
     ),
     Gemma4(
-        "gemma4-shared", use_clipped_linears=True,
+        "gemma4-shared", use_clipped_linears=True, dim=16,
         parameters={  # without sound; with the bounds of 7 linear maps in each of 16 layers
             "gemma4-e2b": 4_628_569_344 + 35 + 167_364_608 + 1_179_648 + 16 * 7 * 4,
             "gemma4-e4b": 7_463_013_376 + 42 + 167_364_608 + 1_966_080 + 16 * 7 * 4,
