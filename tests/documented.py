@@ -249,7 +249,8 @@ def do(command: str) -> str:
         case ["python", "-m", "zoo", kind, *rest] if f"zoo {kind}" in SMALL:
             run("zoo", [kind, *rest, *SMALL[f"zoo {kind}"].split()])
         case ["python", "-m", module, *rest] if module in SMALL:
-            small = SMALL[module].replace("128", "400") if "--environment" in rest else SMALL[module]  # tools are long
+            tools = {"--environment", "tools.jinja"} & {*rest}  # their descriptions are long
+            small = SMALL[module].replace("128", "400") if tools else SMALL[module]
             run(module, [*rest, *small.split()])
         case _:
             raise SystemExit("tests/documented.py does not know how to run this.")

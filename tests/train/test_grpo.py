@@ -70,7 +70,9 @@ def batch():
 
 
 # Every loss, both levels, and one and several microbatches, but not all combinations.
-CASES = {"grpo": ("sequence", 2), "dapo": ("token", 1), "dr_grpo": ("token", 2)}
+CASES = {
+    "grpo": ("sequence", 2), "dapo": ("token", 1), "dr_grpo": ("token", 2), "cispo": ("token", 2), "sapo": ("token", 1)
+}  # fmt: skip
 
 
 def objective_options(folder, loss):
@@ -80,7 +82,7 @@ def objective_options(folder, loss):
 
 
 def plain(model, batch, o, reference):
-    """Computes the three losses for a loss's level, by the formulas, with all logits at once."""
+    """Computes each loss for its level, by the formulas, with all logits at once."""
     where = dict(positions=batch["positions"], segments=batch["segments"])
 
     def logps(model):
@@ -89,12 +91,17 @@ def plain(model, batch, o, reference):
 
     now, there, mask = logps(model), logps(reference), batch["loss_mask"].astype(jnp.float32)
 
-    def losses_of(level):
+    def losses_of(loss, level):
         log_ratio = (now - batch["old"]) * mask
         if level == "sequence":
             log_ratio = jnp.broadcast_to(log_ratio.sum(1, keepdims=True) / mask.sum(1, keepdims=True), log_ratio.shape)
         ratio, a = jnp.exp(log_ratio), batch["advantages"]
         losses = -jnp.minimum(ratio * a, jnp.clip(ratio, 1 - o.epsilon, 1 + (o.epsilon_high or o.epsilon)) * a)
+        if loss == "cispo":
+            losses = -jax.lax.stop_gradient(jnp.minimum(ratio, 1 + o.epsilon_high)) * a * now
+        if loss == "sapo":
+            t = jnp.where(a > 0, 1.0, 1.05)
+            losses = -a * jax.nn.sigmoid(t * (ratio - 1)) * 4 / t
         return (losses + o.kl * (jnp.exp(there - now) - (there - now) - 1)) * mask
 
     averages = {
@@ -102,7 +109,8 @@ def plain(model, batch, o, reference):
         "dapo": lambda losses: losses.sum() / mask.sum(),
         "dr_grpo": lambda losses: losses.sum() / (len(losses) * o.rollouts.max_new_tokens),
     }
-    return jnp.stack([averages[loss](losses_of(level)) for loss, (level, _) in CASES.items()])
+    averages |= {"cispo": averages["dapo"], "sapo": averages["grpo"]}
+    return jnp.stack([averages[loss](losses_of(loss, level)) for loss, (level, _) in CASES.items()])
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +147,8 @@ def test_objective(folder, batch, expected):
         np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5, err_msg=loss)
         change = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), moved, state.model)
         jax.tree.map(lambda g, m: np.testing.assert_allclose(m, g, atol=2e-5), gradients, change)
-        assert {"kl", "entropy", "clipped", "drift"} <= metrics.keys() and metrics["clipped"] > 0
+        assert {"kl", "entropy", "clipped", "drift"} <= metrics.keys()
+        assert metrics["clipped"] > 0 or loss in ("cispo", "sapo"), "in golden_trl.json CISPO clips some"
 
 
 def test_the_reference_is_the_model_without_adapters(folder, model, batch):
@@ -321,6 +330,38 @@ def test_pass_at():
         np.testing.assert_allclose(value, np.mean(shares), rtol=1e-12)
 
 
+def test_advantages():
+    """Advantages of several rewards, as the options say."""
+    each = np.random.RandomState(0).rand(3, 4, 2).astype(np.float32)
+    of = lambda **values: rollouts.advantages_of(
+        each, rollouts.RewardOptions(reward=("a", "b"), reward_weights=(1.0, 0.5), **values)
+    )
+    total = each @ np.array([1.0, 0.5], np.float32)
+    others = (total.sum(1, keepdims=True) - total) / 3
+    np.testing.assert_allclose(of(advantages="rloo"), (total - others).reshape(-1), atol=1e-6)
+    np.testing.assert_allclose(of(scale_rewards=False), (total - total.mean(1, keepdims=True)).reshape(-1), atol=1e-6)
+    scaled = (each - each.mean(1, keepdims=True)) / (each.std(1, ddof=1, keepdims=True) + 1e-4)
+    sums = (scaled @ np.array([1.0, 0.5])).reshape(-1)
+    np.testing.assert_allclose(of(advantages="gdpo"), (sums - sums.mean()) / (sums.std(ddof=1) + 1e-4), atol=1e-5)
+
+
+def test_groups_without_signal_are_drawn_again():
+    o, asked = rollouts.RewardOptions(reward=("a",)), []
+
+    def draw(numbers, seed):
+        asked.append((numbers, seed))
+        worth = [[[0.0], [float(m == 4 or len(asked) == 2)]] for m in numbers]
+        return [f"{m} by {seed}" for m in numbers], np.array(worth, np.float32)
+
+    each = np.zeros((6, 2, 1), np.float32)
+    each[:3, 0] = 1
+    groups, found = rollouts.with_signal(draw, list("abcdef"), each, o, 3, 7)
+    first, second = 7 + 2**20, 7 + 2**21
+    assert asked == [([3, 4, 5, 3], first), ([3, 5], second)] and not rollouts.dull(found, o).any()
+    assert groups == ["a", "b", "c", f"3 by {second}", f"4 by {first}", f"5 by {second}"]
+    assert rollouts.with_signal(draw, list("abcdef"), each, o, 0, 7)[0] == list("abcdef")
+
+
 def test_what_is_correct(folder):
     """A reward of --correct counts as correct, or by default the sum of the positive weights."""
     o = options(folder, pathlib.Path(), reward_weights=(0.7, 0.3, -1.0))
@@ -335,6 +376,7 @@ def test_refusals(folder, tmp_path):
         ({"reward_weights": (1.0, 2.0)}, "1 rewards need as many --reward-weights"),
         ({"seq_len": 7}, "No prompt has at most 2 tokens"),
         ({"group": 1}, "take 2 or more"),
+        ({"loss": "sapo", "level": "sequence"}, "--loss sapo has ratios of tokens"),
         ({"patience": 1, "steps": 1}, "--patience 1 waits for a higher reward on held-out prompts, and there is none"),
     ):
         with pytest.raises(ValueError, match=message):

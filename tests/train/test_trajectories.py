@@ -17,6 +17,7 @@ import pytest
 
 import zoo
 from tests import hurry
+from tests.reliability import trials
 from tests.train.conftest import command
 from tests.transcripts import ROOT
 from tests.zoo import tiny
@@ -452,12 +453,27 @@ def lines_of(path):
 
 def test_the_script(folder, tmp_path):
     """The script trains on trajectories, and samples.jsonl has some."""
-    more = ["--steps", 2, "--hold-out", 0.5, "--eval-every", 2, "--sample-every", 2, "--loss", "grpo", "--turns", 2]
+    more = [
+        "--steps",
+        2,
+        "--hold-out",
+        0.5,
+        "--eval-every",
+        2,
+        "--sample-every",
+        2,
+        "--loss",
+        "grpo",
+        "--turns",
+        2,
+        "--redraws",
+        1,
+    ]
     command("train.grpo", *arguments(folder, tmp_path / "run", *more))
     lines = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines if "turns" in line] == [1, 2]
     assert all(1 <= line["turns"] <= 2 and line["drift"] < 1e-2 for line in lines if "turns" in line)
-    assert lines[-1]["validation_turns"] >= 1
+    assert lines[-1]["validation_turns"] >= 1 and 0 <= lines[-1]["without_signal"] <= 1
     samples = lines_of(tmp_path / "run" / "samples.jsonl")
     assert {each["step"] for each in samples} == {2} and samples[0]["messages"][0]["role"] == "user"
     assert "messages" not in (tmp_path / "run" / "report.html").read_text()
@@ -473,12 +489,12 @@ def numbers(out):
 @pytest.mark.slow
 def test_a_run_that_fails_anywhere_goes_on_to_the_same_numbers(folder, tmp_path, monkeypatch):
     """A run that fails at any answer of an environment goes on with the same tokens, rewards and losses."""
-    script = lambda out: command("train.grpo", *arguments(folder, out, "--steps", 3, "--save-every", 1))
+    script = lambda out: command("train.grpo", *arguments(folder, out, "--steps", 2, "--save-every", 1))
     script(tmp_path / "whole")
     whole, put = numbers(tmp_path / "whole"), Journal.put
     answers = sum(len(lines_of(path)) for path in (tmp_path / "whole" / "journal").iterdir())
-    for trial in range(20):
-        left = itertools.count(answers * trial // 20, -1)
+    for trial in range(count := trials(4, 20, 20)):
+        left = itertools.count(answers * trial // count, -1)
 
         def fail(journal, key, response, left=left):
             put(journal, key, response)

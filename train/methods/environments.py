@@ -146,9 +146,10 @@ class Process:
             return Response(error=f"The environment is lost: {why} answer.", lost=True)
 
     def end(self) -> None:
-        """Ends the process, and all that it has started."""
-        self.connection.close()
-        self.close(self.pid)
+        """Ends the process, and all that it has started. Another process may have its number afterwards."""
+        if self.connection.fileno() >= 0:
+            self.connection.close()
+            self.close(self.pid)
 
 
 class Journal:

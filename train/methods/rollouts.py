@@ -6,8 +6,8 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,13 @@ from train.methods.judges import Judge
 from train.state.mesh import generating
 from train.step import loss
 from train.step.task import Rolled
-from zoo.generation.engine import complete
+from zoo.generation.decoding import bucket
+from zoo.generation.engine import Completion, complete
 from zoo.nn.model import AbstractModel
 from zoo.text.tokenizer import Tokenizer
 
 
+T = TypeVar("T")
 NEEDS = {"exact": "answer", "number": "answer", "python": "tests"}  # fields of the records, by reward
 
 
@@ -83,6 +85,9 @@ class RolloutOptions(OptionGroup):
     """Number of updates in each of the --iterations."""
     mask_truncated: bool = option(False, rare=True)
     """Learn nothing from completions that did not end by themselves."""
+    redraws: int = option(0, rare=True)
+    """Number of times that a group is drawn again while its rewards are equal, so that it teaches nothing (DAPO's
+    dynamic sampling)."""
     rollout_batch: int = option(64, rare=True, was="slots")
     """Number of completions that are sampled at a time."""
     cache_dtype: Literal["auto", "int8"] = option("auto", rare=True)
@@ -113,17 +118,46 @@ def rollout(
         seq_len: number of tokens of a row.
         dtype: the dtype in which the model samples.
     """
+
+    def draw(prompts: Sequence[Prompt], seed: int) -> list[list[Completion]]:
+        with generating(model, mesh, dtype) as sampling:
+            return complete(
+                sampling, [prompt.ids for prompt in prompts], samples=options.group,
+                max_new_tokens=options.max_new_tokens, temperature=options.temperature, stops=tokenizer.eos, seed=seed,
+                batch=options.rollout_batch, cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
+                images=[prompt.images for prompt in prompts] if tokenizer.processor else (),
+            )  # fmt: skip
+
+    def judge(prompts: Sequence[Prompt], groups: list[list[Completion]]) -> tuple[np.ndarray, float]:
+        texts = [[tokenizer.answer(c.tokens) for c in group] for group in groups]
+        return score(texts, prompts, rewards, judges)
+
+    def again(numbers: Sequence[int], seed: int) -> tuple[list[list[Completion]], np.ndarray]:
+        some = [prompts[m] for m in numbers]
+        found = draw(some, seed)
+        return found, judge(some, found)[0]
+
     started = time.monotonic()
-    with generating(model, mesh, dtype) as sampling:
-        groups = complete(
-            sampling, [prompt.ids for prompt in prompts], samples=options.group, max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature, stops=tokenizer.eos, seed=seed + n, batch=options.rollout_batch,
-            cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
-            images=[prompt.images for prompt in prompts] if tokenizer.processor else (),
-        )  # fmt: skip
+    groups = draw(prompts, seed + n)
     seconds = time.monotonic() - started
-    each, errors = score([[tokenizer.answer(c.tokens) for c in group] for group in groups], prompts, rewards, judges)
+    each, errors = judge(prompts, groups)
     total = each @ np.array(rewards.weights, np.float32)
+    completions = list(itertools.chain(*groups))
+    lengths = [len(c.tokens) for c in completions]
+    numbers = {
+        "reward": float(total.mean()),
+        "reward_deviation": float(total.std(axis=1).mean()),
+        "reward_errors": errors,
+        **pass_at(total >= rewards.least_correct - 1e-6),
+        "length": float(np.mean(lengths)),
+        "ended": float(np.mean([c.ended for c in completions])),
+        "generation_tokens_per_second": sum(lengths) / seconds,
+    }
+    if len(rewards.reward) > 1:
+        numbers |= {f"reward_{name}": float(mean) for name, mean in zip(rewards.reward, each.mean((0, 1)), strict=True)}
+    if options.redraws:
+        groups, each = with_signal(again, groups, each, rewards, options.redraws, seed + n)
+        numbers["without_signal"] = float(np.mean(dull(each, rewards)))
     advantages = advantages_of(each, rewards)
 
     rows = padding_rows(advantages.size, seq_len)
@@ -140,20 +174,38 @@ def rollout(
         rows["segments"][row, :end] = 1
         rows["positions"][row, :end] = np.arange(end)
         rows["advantages"][row], rows["old"][row, start:end] = advantages[row], completion.logprobs
-    completions = list(itertools.chain(*groups))
-    lengths = [len(c.tokens) for c in completions]
-    numbers = {
-        "reward": float(total.mean()),
-        "reward_deviation": float(total.std(axis=1).mean()),
-        "reward_errors": errors,
-        **pass_at(total >= rewards.least_correct - 1e-6),
-        "length": float(np.mean(lengths)),
-        "ended": float(np.mean([c.ended for c in completions])),
-        "generation_tokens_per_second": sum(lengths) / seconds,
-    }
-    if len(rewards.reward) > 1:
-        numbers |= {f"reward_{name}": float(mean) for name, mean in zip(rewards.reward, each.mean((0, 1)), strict=True)}
     return Rolled(shuffled(rows, options, seed + n), numbers)
+
+
+def dull(each: Float[np.ndarray, "prompts group names"], options: RewardOptions) -> Bool[np.ndarray, " prompts"]:
+    """Finds the groups whose completions all have the same reward, so that they teach nothing."""
+    return np.ptp(each @ np.array(options.weights, np.float32), axis=1) == 0
+
+
+def with_signal(
+    draw: Callable[[Sequence[int], int], tuple[list[T], Float[np.ndarray, "some group names"]]],
+    groups: Sequence[T],
+    each: Float[np.ndarray, "prompts group names"],
+    options: RewardOptions,
+    most: int,
+    seed: int,
+) -> tuple[list[T], Float[np.ndarray, "prompts group names"]]:
+    """Draws groups that teach nothing again, up to `most` times. Returns all groups with their rewards.
+
+    This is dynamic sampling, DAPO, arXiv:2503.14476, section 3.2, where other prompts take their place.
+
+    Args:
+        draw: (the numbers of prompts, a seed) -> their groups, and rewards.
+    """
+    groups, each = list(groups), each.copy()
+    for attempt in range(1, most + 1):
+        numbers = np.flatnonzero(dull(each, options)).tolist()
+        if not numbers:
+            break
+        more = bucket(len(numbers), 1) - len(numbers)  # few numbers of prompts, so that little is compiled
+        for m, group, own in zip(numbers, *draw(numbers + numbers[:1] * more, seed + (attempt << 20)), strict=False):
+            groups[m], each[m] = group, own
+    return groups, each
 
 
 def advantages_of(

@@ -26,7 +26,16 @@ from jax.sharding import Mesh
 from train.base import cluster
 from train.data.record import Record
 from train.methods.environments import Environment, EnvironmentOptions, Host, Journal, Response, forget
-from train.methods.rollouts import RewardOptions, RolloutOptions, advantages_of, padding_rows, pass_at, shuffled
+from train.methods.rollouts import (
+    RewardOptions,
+    RolloutOptions,
+    advantages_of,
+    dull,
+    padding_rows,
+    pass_at,
+    shuffled,
+    with_signal,
+)
 from train.state.mesh import generating
 from train.step.task import Rolled
 from zoo.generation.decoding import bucket
@@ -300,30 +309,33 @@ def rollout(
         forget(folder / JOURNAL, _oldest(folder, options.iterations * options.minibatches))
     journal = Journal(folder and folder / JOURNAL if jax.process_index() == 0 else None, n)
     players = Players(chats, environment, host.replies, seq_len + 1)
-    groups = [
-        [Trajectory((m, k), record, Environment(host, journal, (m, k))) for k in range(options.group)]
-        for m, record in enumerate(records)
-    ]
-    everything = list(itertools.chain(*groups))
-    with generating(model, mesh, dtype) as sampling:
-        engine = Engine(
-            sampling, batch=min(options.rollout_batch, len(everything)), max_tokens=seq_len + 1,
-            stops=chats.tokenizer.eos, cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
-        )  # fmt: skip
-        try:
-            _play(engine, groups, players, options, seed + n)
-        finally:
-            for each in everything:
-                each.environment.close()
-            journal.close()
-    seconds = time.monotonic() - started
+
+    def draw(numbers: Sequence[int], seed: int) -> tuple[list[list[Trajectory]], np.ndarray]:
+        groups = [
+            [Trajectory((m, k), records[r], Environment(host, journal, (seed, m, k))) for k in range(options.group)]
+            for m, r in enumerate(numbers)
+        ]
+        with generating(model, mesh, dtype) as sampling, contextlib.ExitStack() as environments:
+            for each in itertools.chain(*groups):
+                environments.callback(each.environment.close)
+            engine = Engine(
+                sampling, batch=min(options.rollout_batch, len(groups) * options.group), max_tokens=seq_len + 1,
+                stops=chats.tokenizer.eos, cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
+            )  # fmt: skip
+            _play(engine, groups, players, options, seed)
+        return groups, np.array([[[each.last.reward] for each in group] for group in groups], np.float32)
+
+    with contextlib.closing(journal):
+        groups, rewarded = draw(range(len(records)), seed + n)
+        seconds, everything, total = time.monotonic() - started, list(itertools.chain(*groups)), rewarded[..., 0]
+        learnt, worth = with_signal(draw, groups, rewarded, rewards, options.redraws, seed + n)
     problems = [each.last.problem for each in everything if each.last.problem]
     if not any(each.length for each in everything):
         raise ValueError(f"--environment {environment.environment}: no trajectory has begun: {problems[0]}.")
     if problems:
         warnings.warn(f"--environment {environment.environment}: {problems[0]}. Such count as 0.", stacklevel=2)
-    total = np.array([[each.last.reward for each in group] for group in groups], np.float32)
-    rows = _rows(everything, advantages_of(total[..., None], rewards), seq_len, options.mask_truncated)
+    advantages = advantages_of(worth, rewards)
+    rows = _rows(list(itertools.chain(*learnt)), advantages, seq_len, options.mask_truncated)
     numbers = {
         "reward": float(total.mean()),
         "reward_deviation": float(total.std(axis=1).mean()),
@@ -334,6 +346,8 @@ def rollout(
         **_numbers(everything),
         "generation_tokens_per_second": sum(each.length for each in everything) / seconds,
     }
+    if options.redraws:
+        numbers["without_signal"] = float(np.mean(dull(worth, rewards)))
     samples = [_sample(group[0]) for group in groups[:SHOWN]]
     return Rolled(shuffled(rows, options, seed + n), numbers, samples)
 
