@@ -4,13 +4,17 @@ The commands are the bash blocks of README.md and docs/. They run in one process
 single step, a few short rows, and the embedded model under the names of larger ones. So each command finds what earlier
 ones left, as for a reader who follows the pages. Commands that need other machines or other packages are listed and
 skipped. For a command that starts other commands, only the options of the latter are parsed. The commands of
-transcripts run exactly as they are written, and their output is compared with the page's (`tests/transcripts.py`).
+transcripts run exactly as they are written, and their output is compared with the page's (`tests/transcripts.py`). So
+is that of requests to servers: by curl, in Python and in a browser.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
+import importlib.util
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -32,6 +36,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from tests.transcripts import PAGES, ROOT, Transcript, transcripts
+from tests.zoo import browser
 
 
 LIMIT = 120  # seconds for a command
@@ -71,6 +76,7 @@ ELSEWHERE = {
     "python -m train.plan": "it needs the compilers' wheels; tests/train/test_plan.py",
 }
 LONG = ("python -m train.sft", "python -m train.dpo", "python -m train.reward")  # transcripts of these take minutes
+SERVE = re.compile(r"^python -m zoo (serve [^&\n]*)", flags=re.MULTILINE)
 LAUNCHERS = ("gcloud", "xpk", "srun", "n=0; for host in", "for n in")
 
 
@@ -162,18 +168,87 @@ def run(
     return said.getvalue()
 
 
-def curl(url: str, header: str, body: str) -> str:
-    """Starts `python -m zoo serve tiny`, and returns its answer to a request."""
-    path, answers = urllib.parse.urlsplit(url).path, []
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A request to a server that a page shows with its output: by curl, in Python, or in a browser's console."""
 
-    def ask(port: int) -> None:
-        headers = dict([header.split(": ", 1)])
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body.encode(), headers)
-        with urllib.request.urlopen(request, timeout=LIMIT) as answer:
-            answers.append(answer.read().decode())
+    language: str
+    server: tuple[str, ...]  # the arguments of the server that the page starts last above it
+    transcript: Transcript
 
-    run("zoo", ["serve", "tiny", "--port", "0"], ask=ask)
-    return answers[0]
+    def ask(self, port: int) -> str:
+        """Asks the server on this port, and returns what is printed."""
+        base, command = f"http://127.0.0.1:{port}", self.transcript.command
+        if self.language == "console":
+            _, url, *options = shlex.split(command)
+            headers = dict(each.split(": ", 1) for option, each in itertools.pairwise(options) if option == "-H")
+            data = next((each.encode() for option, each in itertools.pairwise(options) if option == "-d"), None)
+            request = urllib.request.Request(base + urllib.parse.urlsplit(url).path, data, headers)
+            with urllib.request.urlopen(request, timeout=LIMIT) as answer:
+                return answer.read().decode()
+        if self.language == "js":
+            with tempfile.TemporaryDirectory() as folder, browser.Browser(pathlib.Path(folder)) as page:
+                page.open(f"{base}/")
+                page.wait('document.readyState == "complete"')
+                said = "const said = [], console = {log: text => said.push(text)};"
+                return page.run(f'(async () => {{ {said} {command} return said.join("\\n"); }})()')
+        os.environ |= {"OPENAI_BASE_URL": f"{base}/v1", "OPENAI_API_KEY": "any"}
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(command, {})
+        return said.getvalue()
+
+    def missing(self) -> str:
+        """Returns the name of what the example needs and this machine lacks."""
+        if self.language == "js" and browser.COMMAND is None:
+            return "Chromium"
+        return "openai" if self.language == "python" and importlib.util.find_spec("openai") is None else ""
+
+
+def examples(page: pathlib.Path) -> list[Example]:
+    """Returns the requests of a page. In blocks of Python and JavaScript, their output stands in comments."""
+    text, found = (
+        page.read_text(),
+        [("console", each) for each in transcripts(page) if each.command.startswith("curl ")],
+    )
+    for block in re.finditer(r"^```(python|js)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        mark = {"python": "# ", "js": "// "}[block[1]]
+        shown = tuple(line.removeprefix(mark) for line in block[2].splitlines() if line.startswith(mark))
+        if block[1] == "js" or "import openai" in block[2]:
+            found.append((block[1], Transcript(page, text.count("\n", 0, block.start(2)), block[2], shown)))
+    starts = [(text.count("\n", 0, start.start()), start[1]) for start in SERVE.finditer(text)]
+    server = lambda line: tuple(shlex.split([words for at, words in starts if at < line][-1]))
+    found.sort(key=lambda each: each[1].line)
+    return [Example(language, server(each.line), each) for language, each in found]
+
+
+def compare_examples(found: Sequence[Example]) -> str:
+    """Asks one server all of these requests, in order, and compares what it answers. Returns what was left out, or "".
+
+    Raises:
+        AssertionError: if the page's output differs.
+    """
+    left_out = [f"line {each.transcript.line} needs {name}" for each in found if (name := each.missing())]
+    printed: list[str] = []
+    asked = [each for each in found if not each.missing()]
+    with optimized():
+        run("zoo", [*found[0].server, "--port", "0"], ask=lambda port: printed.extend(e.ask(port) for e in asked))
+    for each, answer in zip(asked, printed, strict=True):
+        difference = each.transcript.difference(answer)
+        assert not difference, f"\n{difference}"
+    return "; ".join(left_out)
+
+
+@contextlib.contextmanager
+def optimized() -> Iterator[None]:
+    """Compiles with all optimizations: without them, numbers differ from users'."""
+    import jax
+
+    hurry = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", hurry)
 
 
 def compare(transcript: Transcript) -> str:
@@ -182,25 +257,17 @@ def compare(transcript: Transcript) -> str:
     Raises:
         AssertionError: if the page's output differs.
     """
-    import jax
-
     if transcript.command.startswith(LONG):
         return "it takes minutes; CONTRIBUTING.md says how to compare it"
     typed = [line.removeprefix("> ") for line in transcript.shown if line.startswith("> ")]
-    hurry = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)  # without optimizations, numbers differ from users'
-    try:
+    with optimized():
         match shlex.split(transcript.command):
-            case ["curl", url, "-H", header, "-d", body]:
-                printed = curl(url, header, body)
             case ["python", "-m", "zoo", *words]:
                 printed = run("zoo", words, typed=typed)
             case ["python", "-m", module, *words]:
                 printed = run(module, words)
             case _:
                 raise SystemExit("tests/documented.py does not know how to run this.")
-    finally:
-        jax.config.update("jax_disable_most_optimizations", hurry)
     difference = transcript.difference(printed)
     assert not difference, f"\n{difference}"
     return ""
@@ -213,7 +280,13 @@ def tasks() -> Iterator[tuple[str, str, Callable[[], str]]]:
     for page in PAGES:
         for command in commands(page):
             yield page.name, command, functools.partial(do, command)
+        for server, found in itertools.groupby(examples(page), key=lambda example: example.server):
+            some = list(found)
+            name = f"{len(some)} requests to zoo {shlex.join(server)}"
+            yield f"{page.name}:{some[0].transcript.line}", name, functools.partial(compare_examples, some)
         for transcript in transcripts(page):
+            if transcript.command.startswith("curl "):
+                continue  # an example
             yield f"{page.name}:{transcript.line}", transcript.command, functools.partial(compare, transcript)
 
 
