@@ -27,6 +27,8 @@ from tests.train import joined
 from tests.train.conftest import command, devices
 from tests.zoo.programs import noise, on_host
 from train.base import cluster
+from zoo.nn.heads import RewardHead
+from zoo.surgery import with_head
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -70,7 +72,8 @@ def script(name, out, *options, kind="quiet"):
     """Returns a task that trains the model of `folder` a little."""
     data = ["--model", str(out.parent / "model"), "--data", str(train.tiny.INSTRUCTIONS), "--out", str(out)]
     data += ["--seq-len", "32", "--lr", "1e-3"]
-    data += [] if name == "grpo" else ["--batch", "8"]
+    judges = ["--reward", r"regex:[^\n]+\.", f"model:{out.parent / 'judge'}"]
+    data += judges if name == "grpo" else ["--batch", "8"]
     return [kind, f"train.{name}", *data, *options]
 
 
@@ -120,12 +123,15 @@ def assert_same_run(ours, theirs):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Returns a folder for all runs, with a much smaller version of the embedded model and the same tokenizer."""
+    """Returns a folder for all runs, with a much smaller version of the embedded model and the same tokenizer, and a
+    random reward model.
+    """
     folder, config = tmp_path_factory.mktemp("processes"), zoo.config("tiny")
     sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=16)
     config = dataclasses.replace(config, source=zoo.tokenizer("tiny").folder, **sizes)
     model = noise(lambda: zoo.qwen3.Model(config, key=jax.random.key(0)), 0.2)
     zoo.save(on_host(model), folder / "model")
+    zoo.save(on_host(with_head(model, RewardHead(32, None, key=jax.random.key(0)))), folder / "judge")
     return folder
 
 
@@ -236,8 +242,8 @@ def test_fine_tuning(folder, two):
     ],
 )
 def test_two_processes_do_what_one_does(folder, two, name, task, seen):
-    """Two processes equal one with adapters, which both export together, with samples, which both draw alike, and with
-    the negatives of all devices.
+    """Two processes equal one with adapters, which both export together, with samples, which both draw alike and a
+    reward model rates, and with the negatives of all devices.
     """
     alone(script(task[0], folder / f"{name}-one", *task[1]))
     ours, theirs = (metrics(folder / f"{name}-{processes}") for processes in ("two", "one"))

@@ -30,7 +30,7 @@ from zoo.weights.gather import gathered
 # metrics of the validation data, without "validation_", and of lm-eval's metrics.
 LOWER = (
     "*loss*", "*perplexity", "divergence*", "*kl", "*drift", "mismatched", "*_errors",
-    "bits_per_byte", "brier_score", "*mse", "*mae", "wer", "ter",
+    "bits_per_byte", "brier_score", "calibrat*_error", "*mse", "*mae", "wer", "ter",
 )  # fmt: skip
 BATCHES = 50  # of validation data that are used each time, at most
 
