@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Float8e4m3fn, Float32, Float64, Shaped, UInt8
+from jaxtyping import Float, Float8e4m3fn, Float32, Float64, Shaped, UInt, UInt8
 
 from convert.tensors import DTYPES, Tensor
 
 
 BF16, E4M3, E8M0 = DTYPES["BF16"], DTYPES["F8_E4M3"], DTYPES["F8_E8M0"]
+SCALES = {1: E8M0, 2: BF16, 4: DTYPES["F32"]}  # the dtypes of scales, by the bytes of one
 BYTES = np.arange(256, dtype=np.uint8)
 BLOCK = 128  # rows and columns that share a scale in float8, and rows that are dequantised at a time
 PAIRS = 16  # bytes, of two values each, that share a scale in MXFP4
@@ -70,7 +71,7 @@ class Keepable(Packed):
         """Reads the codes and the scales of the rows at `index`, which has a slice for all axes but the last.
 
         Of two codes in a byte the first is in the upper half. Each row has scales of its own, for blocks that divide
-        it. Exponents of 2 are in uint8, plus 127.
+        it. Scales that a model must not round are returned as their bits, unsigned integers: see `scale_values`.
         """
 
 
@@ -109,7 +110,7 @@ class Fp8Blocks(Keepable):
         self.codes.read_into(codes, rows.start)
         scales = self.scales.view()[np.array(rows) // BLOCK]
         scales = scales.repeat(BLOCK // (width := math.gcd(BLOCK, len(columns))), axis=1)[:, : len(columns) // width]
-        return codes, scales.view(np.uint8) if scales.dtype == E8M0 else scales
+        return codes, scales.view(f"uint{8 * scales.dtype.itemsize}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +178,14 @@ def quantize_blocks(
     return codes, scales
 
 
-def block_scales(scales: Shaped[np.ndarray, "out blocks"], columns: int) -> Shaped[np.ndarray, "..."]:
+def block_scales(scales: UInt[np.ndarray, "out blocks"], columns: int) -> Shaped[np.ndarray, "..."]:
     """Returns the scales of `Fp8Blocks` for rows of so many columns, whose scales are as `Fp8Blocks.as_stored`'s."""
-    blocks = scales[::BLOCK, :: BLOCK // math.gcd(BLOCK, columns)]
-    return blocks.view(E8M0) if blocks.dtype == np.uint8 else blocks
+    return scale_values(scales[::BLOCK, :: BLOCK // math.gcd(BLOCK, columns)])
+
+
+def scale_values(bits: UInt[np.ndarray, "*shape"]) -> Shaped[np.ndarray, "*shape"]:
+    """Returns the scales that have these bits."""
+    return bits.view(SCALES[bits.dtype.itemsize])
 
 
 def swapped(codes: UInt8[np.ndarray, "*shape"]) -> UInt8[np.ndarray, "*shape"]:

@@ -40,7 +40,7 @@ class Coded:
     """
 
     values: Any  # [*groups, out, in] in float8, or uint8 [*groups, out, in / 2] for four bits
-    scale: Any  # [*groups, out, blocks]: floats, or uint8 exponents of 2 plus 127. The blocks of a row are equally long
+    scale: Any  # [*groups, out, blocks], as `factors` takes them. The blocks of a row are equally long
     code: Code = dataclasses.field(metadata=dict(static=True))
     dtype: np.dtype = dataclasses.field(metadata=dict(static=True))
 
@@ -86,7 +86,12 @@ def dequantize(
 
 
 def factors(scale: Shaped[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns scales in float32. An exponent of 0, which would be 2**-127, is taken for 0."""
-    if scale.dtype != jnp.uint8:
+    """Returns scales in float32. They are floats, or the bits of floats that nothing may round.
+
+    Of 32 bits these are a float32, of 16 a bfloat16, and of 8 a float8_e8m0fnu, an exponent of 2 plus 127. An exponent
+    of 0, which would be 2**-127, is taken for 0.
+    """
+    if not jnp.issubdtype(scale.dtype, jnp.unsignedinteger):
         return scale.astype(jnp.float32)
-    return lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
+    shift = {1: 23, 2: 16, 4: 0}[scale.dtype.itemsize]
+    return lax.bitcast_convert_type(scale.astype(jnp.uint32) << shift, jnp.float32)

@@ -159,10 +159,6 @@ class QuantizedLinear(AbstractLinear):
             return coded(self, dtype).read()
         return dequantize_weight(read(self.weight), read(self.scale), self.format).astype(dtype)
 
-    @property
-    def exact(self) -> tuple[str, ...]:
-        return ("scale",) if self.format == "fp8_blocks" else ()
-
     def partition_specs(self, spec: P) -> "QuantizedLinear":
         return quantized_specs(self, spec)
 
@@ -191,10 +187,6 @@ class QuantizedExpertLinear(AbstractExpertLinear):
         else:
             y = kernels.ragged_dot(x, coded(self, x.dtype), group_sizes)
         return y if self.bias is None else y + each(self.bias)
-
-    @property
-    def exact(self) -> tuple[str, ...]:
-        return ("scale",) if self.format == "fp8_blocks" else ()
 
     def part(self, axis: str) -> "QuantizedExpertLinear":
         scale, bias = read(self.scale), None if self.bias is None else on_first(self.bias, axis)

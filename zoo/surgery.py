@@ -45,18 +45,10 @@ def modules(tree: Any, kind: Any) -> Iterator[tuple[str, Any]]:
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
-    """Cast a tree's floating point arrays to `dtype`, except `Float32`, what is in eight bits, and a map's `exact`."""
-    kept = lambda m: isinstance(m, Float32) or (isinstance(m, AbstractLinear | AbstractExpertLinear) and bool(m.exact))
-
-    def one(node: Any) -> Any:
-        if isinstance(node, Float32):
-            return node
-        if not kept(node):
-            return node.astype(dtype) if eqx.is_inexact_array(node) and node.dtype.itemsize > 1 else node
-        exact = lambda m: [getattr(m, name) for name in node.exact]
-        return eqx.tree_at(exact, jax.tree.map(one, node), exact(node))
-
-    return jax.tree.map(one, tree, is_leaf=kept)
+    """Cast a tree's floating point arrays to `dtype`, except `Float32` and weights stored in eight bits."""
+    kept = lambda m: isinstance(m, Float32)
+    one = lambda a: a.astype(dtype) if eqx.is_inexact_array(a) and a.dtype.itemsize > 1 else a
+    return jax.tree.map(lambda a: a if kept(a) else one(a), tree, is_leaf=kept)
 
 
 def with_remat(model: T, remat: Callable[..., Callable] | None) -> T:

@@ -92,7 +92,7 @@ def grouped(x: Float[Array, "tokens in"], w: Coded, group_sizes: Int[Array, " gr
     )(
         tiles.group, tiles.first, tiles.end, source, values.layer[None], scale.layer[None],
         x.reshape(tokens, stored, w.packed).transpose(2, 0, 1),
-        *(a.stack.swapaxes(2, 3) if t else a.stack for a, t in zip((values, scale), turned, strict=True)),
+        *(_in_memory(a.stack.swapaxes(2, 3) if t else a.stack) for a, t in zip((values, scale), turned, strict=True)),
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def _kernel(
                 size = min(CHUNK, stored - start)
                 at = (pl.ds(start, size), outs) if turned[0] else (outs, pl.ds(start, size))
                 ones = _ones(count, start, size, stored // count)
-                spread = _spread(scale, ones, turned, exact=scale_ref.dtype == jnp.float32)
+                spread = _spread(scale, ones, turned, exact=scale_ref.dtype.itemsize == 4)
                 for phase, numbers in enumerate(_numbers(values_ref[at], code)):
                     weights_ref[phase, *at] = (numbers * spread).astype(weights_ref.dtype)
 
@@ -140,6 +140,11 @@ def _kernel(
     @pl.when(group_ref[i] >= groups)
     def _() -> None:
         out_ref[...] = jnp.where(own(), jnp.zeros_like(out_ref), out_ref[...])
+
+
+def _in_memory(stack: Array) -> Array:
+    """Keeps XLA from copying a whole stack into fast memory for a kernel that reads one layer."""
+    return stack if device().platform == "cpu" else pltpu.with_memory_space_constraint(stack, pltpu.HBM)
 
 
 def _lies_transposed(outs: int, size: int, itemsize: int) -> bool:

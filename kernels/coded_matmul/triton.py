@@ -36,7 +36,10 @@ SHIFTS = {1: (4, 0), WORD: (4, 0, 12, 8, 20, 16, 28, 24)}  # of each weight, by 
 def refusal(x: Float[Array, "*batch in"], w: Coded) -> str | None:
     """Returns why this implementation cannot take these arguments of `coded_matmul`, or None if it can."""
     least = (8, 9) if w.code == "float8" else (8, 0)  # earlier NVIDIA GPUs have no float8
-    return elsewhere("gpu", least) or shared.refusal(x, w)
+    if why := elsewhere("gpu", least) or shared.refusal(x, w):
+        return why
+    block = w.shape[-1] // w.scale.shape[-1]
+    return f"it takes blocks of a power of two, and these have {block} weights" if block & (block - 1) else None
 
 
 @jax.jit  # so that calls outside jit compile once, too

@@ -198,7 +198,7 @@ def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, ...]]:
 
 def as_stored(model: Any, format: Kept) -> Any:
     """Makes the shapes of a model whose checkpoint has the format: in MXFP4 experts alone, else all linear maps."""
-    scale = np.dtype(dict(mxfp4=np.uint8, fp8_blocks=np.float32).get(format, jnp.bfloat16))
+    scale = np.dtype(dict(mxfp4=np.uint8, fp8_blocks=np.uint32).get(format, jnp.bfloat16))
     for kind in (AbstractExpertLinear,) if format == "mxfp4" else (AbstractLinear, AbstractExpertLinear):
         if any(modules(model.layers, kind)):
             make = functools.partial(kept, format=format, scale=scale)

@@ -31,6 +31,7 @@ def coded(code, dtype: Any = np.float32, groups=3, out=70):
         numbers = TABLES[code].astype(np.float64)[np.stack([values >> 4, values & 15], axis=-1).reshape(shape)]
         scale = rng.uniform(0.5, 1, (*shape[:3], blocks)).astype(dtype)
     factors = scale.astype(np.float64)
+    scale = scale.view(np.uint32) if code == "float8" else scale
     if code == "mxfp4":
         scale = rng.integers(120, 128, scale.shape).astype(np.uint8)
         factors = 2.0 ** (scale - 127.0)
@@ -61,7 +62,7 @@ def test_groups(implementation, code):
         assert np.abs(got[:9] - one).max() < 1e-6 * np.abs(one).max() and not np.any(got[9:])
 
 
-@pytest.mark.parametrize("code", SHAPES)
+@pytest.mark.parametrize("code", ["float8", "mxfp4"])
 @pytest.mark.parametrize("implementation", ["reference", "triton", "tpu"])
 def test_one_matrix_in_bfloat16(implementation, code):
     """Weights are rounded to bfloat16 before they are multiplied, as if they had been read so."""

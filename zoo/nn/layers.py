@@ -40,11 +40,6 @@ class AbstractLinear(eqx.Module):
     def matrix(self, dtype: DTypeLike) -> Float[Array, "out in"]:
         """Returns the matrix in `dtype`, for the few formulas that need more than the product with it."""
 
-    @property
-    def exact(self) -> tuple[str, ...]:
-        """Names of the fields that `zoo.surgery.cast` leaves alone."""
-        return ()
-
     @abc.abstractmethod
     def partition_specs(self, spec: P) -> "AbstractLinear":
         """Replaces each array of this module by its `PartitionSpec`, given the one for `(out, in)`."""
@@ -97,11 +92,6 @@ class AbstractExpertLinear(eqx.Module):
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "rows in"], group_sizes: Int[Array, " experts"]) -> Float[Array, "rows out"]:
         """The first `group_sizes[0]` rows through the first expert's map, the next ones through the second's, ..."""
-
-    @property
-    def exact(self) -> tuple[str, ...]:
-        """Names of the fields that `zoo.surgery.cast` leaves alone."""
-        return ()
 
     @abc.abstractmethod
     def part(self, axis: str) -> "AbstractExpertLinear":

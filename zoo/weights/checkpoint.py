@@ -31,7 +31,7 @@ import rich.progress
 from jax.sharding import Mesh, NamedSharding
 
 from convert.dequantize import INT4_COLUMNS, PackedIntegers, int4_words
-from convert.packed import BLOCK, E8M0, PAIRS, Packed, block_scales, quantize_blocks, swapped
+from convert.packed import BLOCK, PAIRS, SCALES, Packed, block_scales, quantize_blocks, swapped
 from convert.tensors import Lazy, Tensor
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
@@ -494,7 +494,7 @@ def kept_tensors(
         case "fp8_blocks", "weight":
             return {name: (shape, dtype, get) for name, shape, get in matrices(parameter, at, family)}
         case "fp8_blocks", _:
-            columns, kind = linear.shape[-1], E8M0 if dtype == np.uint8 else dtype
+            columns, kind = linear.shape[-1], SCALES[dtype.itemsize]
             return {
                 f"{name}_scale_inv": (
                     (-(-shape[0] // BLOCK), -(-columns // BLOCK)), kind, lambda get=get: block_scales(get(), columns)

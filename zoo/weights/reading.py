@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convert.dequantize import PackedIntegers
-from convert.packed import E8M0, Fp8Blocks, Keepable, Mxfp4, Packed
+from convert.packed import E8M0, Fp8Blocks, Keepable, Mxfp4, Packed, scale_values
 from convert.tensors import Tensor
 from zoo.quantized import STORED, Format, Kept, quantize_weight, stored_sizes
 
@@ -104,10 +104,8 @@ def scale_dtype(tensor: Stored, dtype: np.dtype) -> np.dtype:
     match tensor:
         case Fused():
             return scale_dtype(tensor.experts[0][0], dtype)
-        case Fp8Blocks():
-            return np.dtype(np.uint8) if tensor.scales.dtype == E8M0 else tensor.scales.dtype
-        case Mxfp4():
-            return np.dtype(np.uint8)
+        case Fp8Blocks() | Mxfp4():
+            return np.dtype(f"uint{8 * tensor.scales.dtype.itemsize}")
     return dtype
 
 
@@ -166,9 +164,10 @@ class Scan:
         mask, zeros = ZEROS[format]
         if format == "fp8_blocks":
             self.look(tensor, codes)
-        if scales.dtype != np.uint8:
-            self.look(tensor.scales if isinstance(tensor, Packed) else tensor, scales)
-        elif (scales == 255).any():
+        values = scale_values(scales) if scales.dtype.kind == "u" else scales
+        if values.dtype != E8M0:
+            self.look(tensor.scales if isinstance(tensor, Packed) else tensor, values)
+        elif np.isnan(values).any():
             raise self.refusal(tensor, "has scales that are NaN")
         if not scales.any() or (codes.view(np.uint8) & mask == zeros).all():
             self.zeros.append((tensor.name, codes.size if format == "fp8_blocks" else 2 * codes.size))
