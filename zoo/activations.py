@@ -80,7 +80,7 @@ def capture(model: AbstractModel, *patterns: str) -> Capture:
 
     def recording_block(numbers: range, block: AbstractBlock) -> AbstractBlock:
         selected = lambda path: any(_matches(_joined(f"layers.{n}", path), patterns) for n in numbers)
-        return _recorder(_block_recorder(type(block)), _with_recorders(block, selected), "")
+        return _recorder(_block_recorder(type(block), selected("")), _with_recorders(block, selected), "")
 
     recording = _with_recorders(model, lambda path: _matches(path, patterns))
     recording = eqx.tree_at(lambda m: m.layers, recording, stack.map_blocks(recording_block))
@@ -151,7 +151,7 @@ def _recorder(kind: Any, module: Any, path: str) -> Any:
     new = object.__new__(kind)
     for field in dataclasses.fields(module):
         object.__setattr__(new, field.name, getattr(module, field.name))
-    object.__setattr__(new, "recorded_as", path)
+    object.__setattr__(new, "recorded_as", path)  # a field of those of `_module_recorder` alone
     return new
 
 
@@ -169,14 +169,14 @@ def _module_recorder(kind: Any) -> Any:
 
 
 @functools.cache
-def _block_recorder(kind: Any) -> Any:
-    """Returns the class of a block that records its features, and whose report also has what its modules record."""
+def _block_recorder(kind: Any, features: bool) -> Any:
+    """Returns the class of a block whose report also has what its modules record and, if asked for, its features."""
     name = "run" if issubclass(kind, AbstractSharingBlock) else "__call__"
 
     def run(self: Any, *args: Any) -> Any:
         with _recording() as found:
             x, cache, report, *handed_on = getattr(kind, name)(self, *args)
-        return x, cache, _Recorded(report, {**found, "": x}), *handed_on
+        return x, cache, _Recorded(report, found | ({"": x} if features else {})), *handed_on
 
     return _named_like(types.new_class("Recorder", (kind,), exec_body=lambda body: body.update({name: run})), kind)
 

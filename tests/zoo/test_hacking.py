@@ -6,6 +6,7 @@ import pathlib
 import re
 
 import jax
+import pytest
 
 import zoo
 
@@ -14,6 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs/hacking.md").read_text()
 
 
+@pytest.mark.slow
 def test_page(tmp_path, monkeypatch, untyped):
     monkeypatch.chdir(tmp_path)
     names = {}
