@@ -10,6 +10,7 @@ import zoo
 from tests.zoo.test_chat import ASK, talk  # noqa: F401 (a fixture)
 from tests.zoo.test_serve import CHAT, COMPLETIONS, MESSAGES, Running
 from tests.zoo.test_tokenizer import folder
+from zoo.serve.reply import Token
 from zoo.text.calls import Call
 from zoo.text.harmony import Reader, split
 from zoo.text.replies import Piece
@@ -127,16 +128,15 @@ def test_other_tokenizers_have_no_channels(tmp_path):
 
 def test_chat(talk, source, monkeypatch):  # noqa: F811
     """The reasoning is shown before the answer, and only the answer stays in the conversation."""
-    tokenizer, options = zoo.tokenizer(source), []
+    tokenizer = zoo.tokenizer(source)
 
-    def stream(*_, **given):
-        options.append(given["special"])
-        decoder = tokenizer.stream(special=True)
+    def pieces(engine, completion, decoder, stop):
+        engine.cancel(completion)
         return map(decoder.push, tokenizer.encode(ANALYSIS + FINAL))
 
-    monkeypatch.setattr(zoo, "stream", stream)
+    monkeypatch.setattr(zoo.chat, "pieces", pieces)
     shown, prompts = talk(ASK, "And then?", source=str(source))
-    assert shown.count("They greet.\n\nHello é!\n") == 2 and "analysis" not in shown and options == [True, True]
+    assert shown.count("They greet.\n\nHello é!\n") == 2 and "analysis" not in shown
     messages = [{"role": "user", "content": ASK}, {"role": "assistant", "content": "Hello é!"}]
     messages.append({"role": "user", "content": "And then?"})
     assert prompts[1] == tokenizer.render(messages, add_generation_prompt=True)
@@ -153,7 +153,7 @@ def test_serve(model, source, monkeypatch):
         async def write(replies):
             for reply in replies:
                 for token in script:
-                    yield reply, reply.push([token], [0.0]), reply.finish
+                    yield reply, reply.push([Token(token, 0.0, {})]), reply.finish
 
         monkeypatch.setattr(running.server.worker, "write", write)
         body = {"messages": MESSAGES, "max_tokens": 100, "n": 2}

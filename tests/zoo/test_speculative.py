@@ -216,8 +216,8 @@ def test_on_a_mesh(folders, load):
     mesh = make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     with jax.set_mesh(mesh):
         model = zoo.load(folders["qwen3"], mesh=mesh)
-        got = zoo.complete(model, PROMPTS, draft=zoo.ModelDraft(noisy(model, 0.05), 2), **SHAPE)
-    assert_greedy(load("qwen3"), got)
+        for draft in zoo.ModelDraft(noisy(model, 0.05), 2), zoo.NGramDraft(2):
+            assert_greedy(load("qwen3"), zoo.complete(model, PROMPTS, draft=draft, **SHAPE))
 
 
 def test_text(model, draft, tmp_path):
