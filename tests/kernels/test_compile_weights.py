@@ -6,6 +6,7 @@ Mistral, SmolLM3 and DeepSeek-V2 have the same products as Llama and DeepSeek-V3
 
 import pytest
 
+import zoo
 from tests.kernels.decode_step import Step, measure, needs_gpu_compiler
 from tests.kernels.tpu import needs_libtpu
 
@@ -44,9 +45,9 @@ STORED = {
         step("qwen3-30b-a3b", batch=2, layers=48, quantize="fp8_blocks"),
         step("gpt-oss-20b", batch=2, layers=24, quantize="mxfp4"),
     ],
-    "v6e": [
-        step("qwen3-8b", batch=2, layers=36, quantize="fp8_blocks"),
-        step("qwen3-8b", batch=2, layers=36, quantize="nf4"),
+    "v6e": [  # XLA would move all layers of a short cache into fast memory
+        Step("qwen3-8b", 8, 8192, 36, quantize="fp8_blocks"),
+        Step("qwen3-8b", 8, 8192, 36, quantize="nf4"),
         step("gpt-oss-20b", layers=24, quantize="mxfp4"),
     ],
 }
@@ -83,7 +84,8 @@ def test_weights_are_multiplied_as_they_are_stored(chip):
     """No result is as large as a matrix in few bits, and the step moves at most 1.1 times these and the cache."""
     faults = []
     for each, compiled in zip(STORED[chip], measure(chip, *STORED[chip]), strict=True):
-        large = [x for x in compiled.results if x.bytes >= compiled.matrix]
+        logits = f"{zoo.config(each.model).vocab_size}]"
+        large = [x for x in compiled.results if x.bytes >= compiled.matrix and logits not in x.shape]
         once = [x for x in large if x.times == 1 and x.kind == "copy" and TURNED in x.shape]
         ratio = (compiled.moved - 2 * sum(x.bytes for x in once)) / compiled.needed
         if ratio > 1.1 or len(large) > len(once):
