@@ -37,8 +37,9 @@ def rows(errors: dict[str, float]) -> list[str]:
 
 
 def names() -> list[str]:
-    """Returns a line for each family, with the zoo names of its models."""
-    return [f"- {family.title}: {', '.join(f'`{name}`' for name in family.configs)}" for family in FAMILIES.values()]
+    """Returns a line for each family whose models have zoo names, with these."""
+    named = [family for family in FAMILIES.values() if family.configs]
+    return [f"- {family.title}: {', '.join(f'`{name}`' for name in family.configs)}" for family in named]
 
 
 def section(errors: dict[str, float]) -> str:
