@@ -15,9 +15,11 @@ from tests.zoo import tiny
 
 
 _QWEN = dict(vision_config=dict(depth=1, hidden_size=8, num_heads=2, out_hidden_size=32, deepstack_visual_indexes=[]))
+_QWEN2_5 = dict(vision_config=dict(depth=1, hidden_size=8, num_heads=2, out_hidden_size=32))
 _MUSE = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, patch_size=2)
 # model_type of a text model -> the name of the whole model in transformers, and the sizes of its tower.
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_5_vl_text": ("Qwen2_5_VL", _QWEN2_5),
     "qwen3_vl_text": ("Qwen3VL", _QWEN),
     "qwen3_vl_moe_text": ("Qwen3VLMoe", _QWEN),
     "muse_glimmer_text": ("MuseGlimmer", dict(vision_config=_MUSE, out_hidden_size=32, projector_hidden_size=8)),

@@ -24,6 +24,7 @@ import zoo.vision.open
 from tests.zoo import seeing, tiny
 from tests.zoo.programs import decode, error, on_host, same, skeleton
 from tests.zoo.test_continue import assert_goes_on
+from tests.zoo.test_engine import slow
 from tests.zoo.test_images import png
 from tests.zoo.test_serve import CHAT, Running
 from tests.zoo.tiny import gemma3
@@ -39,13 +40,12 @@ from zoo.text.prompts import encode_prompt
 from zoo.weights.checkpoint import export, standard_names
 
 
-slow = lambda name: pytest.param(name, marks=pytest.mark.slow)
-TOWERS = ["gemma3-pattern", "gemma4", "llama4", "ministral3", "muse_glimmer", "qwen3_vl"]
+TOWERS = ["gemma3-pattern", "gemma4", "llama4", "ministral3", "muse_glimmer", "qwen2_5_vl", "qwen3_vl"]
 EACH = pytest.mark.parametrize("name", [*TOWERS, "qwen3_5"])
-# In a cache they are like others: Gemma 3 and Llama 4.
-OF_A_KIND = ("gemma4", "muse_glimmer")
+# In a cache they are like others: Gemma 3, Llama 4 and Qwen3-VL.
+OF_A_KIND = ("gemma4", "muse_glimmer", "qwen2_5_vl")
 EACH_KIND = pytest.mark.parametrize("name", [slow(n) if n in OF_A_KIND else n for n in (*TOWERS, "qwen3_5")])
-GRADIENTS = ["gemma3-pattern", "gemma4-shared", "llama4", "ministral3", "muse_glimmer", "qwen3_vl"]
+GRADIENTS = ["gemma3-pattern", "gemma4-shared", "llama4", "ministral3", "muse_glimmer", "qwen2_5_vl", "qwen3_vl"]
 NEW = 3  # number of generated tokens
 EVERY = pytest.mark.parametrize("name", tiny.SEEING)
 
@@ -333,7 +333,9 @@ def test_rules_of_a_mesh(load_vision, name):
     assert_split(tiny.SEEING[name], load_vision(name))
 
 
-@pytest.mark.parametrize("name", ["gemma3-pattern", *map(slow, ("llama4", "ministral3", "muse_glimmer", "qwen3_vl"))])
+@pytest.mark.parametrize(
+    "name", ["gemma3-pattern", *map(slow, ("llama4", "ministral3", "muse_glimmer", "qwen2_5_vl", "qwen3_vl"))]
+)
 def test_on_a_mesh(untyped, vision_folders, name):
     """The work is split by pictures; a last picture makes their number even, and a last row that of the rows."""
     case, mesh = tiny.SEEING[name], zoo.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])

@@ -366,7 +366,8 @@ class Model(AbstractMTPModel, AbstractVisionModel):
         self, tokens: Int[Array, "batch seq"], cache: Caches | None, at: Tokens, images: Images | None = None
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         x = self.embed(tokens, images)
-        at, cache, delta = qwen3_vl.with_coordinates(at, x, images, self.vision, cache)
+        merge = None if self.vision is None else self.vision.config.spatial_merge_size
+        at, cache, delta = qwen3_vl.with_coordinates(at, x, images, merge, cache)
         x, cache, reports = self.layers(x, cache, at)
         return self.norm(x), None if cache is None else (*cache, *delta), reports
 

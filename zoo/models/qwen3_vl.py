@@ -268,7 +268,8 @@ class Model(AbstractVisionModel):
             x = images.splice(x, features)
             # A model of fewer layers than the tower has levels takes the first levels.
             deep = [images.splice(jnp.zeros_like(x), level) for level in deep[: self.layers.num_layers]]
-        at, cache, delta = qwen3_vl.with_coordinates(at, x, images, self.vision, cache)
+        merge = None if self.vision is None else self.vision.config.spatial_merge_size
+        at, cache, delta = qwen3_vl.with_coordinates(at, x, images, merge, cache)
         x, cache, reports = self.layers(x, cache, at, deep)
         return self.norm(x), None if cache is None else (*cache, *delta), reports
 

@@ -173,15 +173,14 @@ class MuseGlimmer(Checkpoint):
         return [Chat(ask(first, text("and"), second), ids, patches, grids, room=32)]
 
     def features(self, model, images):
-        vision = model.vision
-        return dict(tower=vision.tower(images.patches, images.grids), features=vision(images.patches, images.grids))
+        return dict(features=model.vision(images.patches, images.grids))
 
     def given(self):
         return dict(pixel_values=np.concatenate(list(in_rows(PICTURES))), image_grid_thw=np.insert(GRIDS, 0, 1, axis=1))
 
     def their_features(self, model, given):
         out = model.model.vision_tower(given["pixel_values"], grid_thw=given["image_grid_thw"]).last_hidden_state
-        return dict(tower=out, features=model.model.vision_projection(model.model.vision_adapter(out)))
+        return dict(features=model.model.vision_projection(model.model.vision_adapter(out)))
 
 
 def in_rows(pictures):

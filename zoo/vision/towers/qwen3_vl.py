@@ -349,7 +349,7 @@ ALIASES = {"visual.": "model.visual."}  # names without `model.` before the towe
 
 
 def with_coordinates(
-    at: Tokens, x: Float[Array, "batch seq embed"], images: Images | None, tower: Tower | None, cache: Caches | None
+    at: Tokens, x: Float[Array, "batch seq embed"], images: Images | None, merge: int | None, cache: Caches | None
 ) -> tuple[Tokens, Caches | None, Caches]:
     """Gives tokens the coordinates by which they are rotated.
 
@@ -362,10 +362,10 @@ def with_coordinates(
     Args:
         at: where the tokens `x` stand.
         images: those of this call.
-        tower: None, without which tokens are text.
+        merge: patches along a side of a feature; None: there is no tower, and tokens are text.
         cache: the model's, from `AbstractModel.init_cache`.
     """
-    if tower is None:
+    if merge is None:
         return at, cache, ()
     delta = None
     if cache is not None:
@@ -386,7 +386,7 @@ def with_coordinates(
         behind = jnp.zeros_like(before)
         rotary = positions - before
     else:
-        is_text, image, merge = images.image < 0, jnp.maximum(images.image, 0), tower.config.spatial_merge_size
+        is_text, image = images.image < 0, jnp.maximum(images.image, 0)
         rows, columns = (jnp.asarray(images.grids)[:, axis][image] // merge for axis in (0, 1))
         columns = jnp.maximum(columns, 1)
         ends = images.feature == rows * columns - 1
