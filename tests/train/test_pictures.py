@@ -281,7 +281,7 @@ def test_rollouts(checkpoint, tokenizer, data):
     own: Any = dict(rewards=rollouts.RewardOptions(reward=("one",)), seq_len=60, dtype="float32", seed=0)
     judges = [lambda text, record: 1.0]
     with jax.set_mesh(mesh):
-        (batch,), _ = rollouts.rollout(
+        (batch,), *_ = rollouts.rollout(
             model, prompts, 0, options=o, tokenizer=tokenizer, mesh=mesh, judges=judges, **own
         )
         expected = zoo.generate(model, tokenizer, Encoded(ids, images), max_new_tokens=3)

@@ -32,6 +32,7 @@ from zoo.text.tokenizer import Tokenizer
 
 
 T = TypeVar("T")
+Each = Float[np.ndarray, "some group names"]  # rewards of some prompts' completions, by the rewards' names
 NEEDS = {"exact": "answer", "number": "answer", "python": "tests"}  # fields of the records, by reward
 
 
@@ -128,11 +129,11 @@ def rollout(
                 images=[prompt.images for prompt in prompts] if tokenizer.processor else (),
             )  # fmt: skip
 
-    def judge(prompts: Sequence[Prompt], groups: list[list[Completion]]) -> tuple[np.ndarray, float]:
+    def judge(prompts: Sequence[Prompt], groups: list[list[Completion]]) -> tuple[Each, float]:
         texts = [[tokenizer.answer(c.tokens) for c in group] for group in groups]
         return score(texts, prompts, rewards, judges)
 
-    def again(numbers: Sequence[int], seed: int) -> tuple[list[list[Completion]], np.ndarray]:
+    def again(numbers: Sequence[int], seed: int) -> tuple[list[list[Completion]], Each]:
         some = [prompts[m] for m in numbers]
         found = draw(some, seed)
         return found, judge(some, found)[0]
@@ -183,7 +184,7 @@ def dull(each: Float[np.ndarray, "prompts group names"], options: RewardOptions)
 
 
 def with_signal(
-    draw: Callable[[Sequence[int], int], tuple[list[T], Float[np.ndarray, "some group names"]]],
+    draw: Callable[[Sequence[int], int], tuple[list[T], Each]],
     groups: Sequence[T],
     each: Float[np.ndarray, "prompts group names"],
     options: RewardOptions,

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Float, Shaped
 
 from train.base import cluster
 from train.data.record import Record
@@ -50,6 +51,7 @@ from zoo.text.tokenizer import Tokenizer
 Message = dict[str, Any]
 End = Literal["", "done", "turns", "length", "lost"]
 JOURNAL = "journal"  # the folder of a run's journal, within the run's
+TURNS = 2**30  # beyond the numbers with which the engine folds a key for each token
 SHOWN = 3  # trajectories of a step that samples.jsonl may have
 
 
@@ -310,7 +312,7 @@ def rollout(
     journal = Journal(folder and folder / JOURNAL if jax.process_index() == 0 else None, n)
     players = Players(chats, environment, host.replies, seq_len + 1)
 
-    def draw(numbers: Sequence[int], seed: int) -> tuple[list[list[Trajectory]], np.ndarray]:
+    def draw(numbers: Sequence[int], seed: int) -> tuple[list[list[Trajectory]], Float[np.ndarray, "some group 1"]]:
         groups = [
             [Trajectory((m, k), records[r], Environment(host, journal, (seed, m, k))) for k in range(options.group)]
             for m, r in enumerate(numbers)
@@ -415,7 +417,7 @@ def _play(
                     opened.setdefault(each.place[0], []).append(each)
                 else:
                     key = jax.random.fold_in(group_keys[each.place[0]], each.place[1])
-                    key = jax.random.fold_in(key, each.turns)
+                    key = jax.random.fold_in(key, TURNS + each.turns)
                     submit([each], move.tokens, key, None if move.anew else before)
             for m, group in opened.items():
                 if len(group) == options.group and all(each.last.tokens == group[0].last.tokens for each in group):
@@ -448,8 +450,11 @@ def _oldest(folder: pathlib.Path, updates: int) -> int:
 
 
 def _rows(
-    trajectories: Sequence[Trajectory], advantages: np.ndarray, seq_len: int, mask_truncated: bool
-) -> dict[str, np.ndarray]:
+    trajectories: Sequence[Trajectory],
+    advantages: Float[np.ndarray, " trajectories"],
+    seq_len: int,
+    mask_truncated: bool,
+) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
     """Returns the rows of trajectories. With `mask_truncated`, truncated ones have none."""
     branches = [
         (branch, advantage)
