@@ -1,133 +1,241 @@
-"""Speed of greedy decoding: zoo's engine against static batches, and transformers' generate.
+"""Speed of greedy decoding: zoo's engine against static batches, and transformers' generate and continuous batching.
 
     python -m benchmarks.decode --help
 
 All continue the same prompts with the same float32 weights, and must generate the same tokens. A static batch waits for
-its longest sequence.
+its longest sequence. Where a text has several turns, the engine reads only what is new, and the others the whole text.
 """
 
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from benchmarks.common import REFERENCE, Contestant, alternate, import_transformers, ratios, report, write_checkpoint
+from benchmarks.gpu import matches
 
 
+Text = Sequence[tuple[list[int], int]]  # what comes before each turn, and the number of tokens to generate in it
 Work = Sequence[tuple[list[int], int]]  # prompts, each with the number of tokens to generate
 Generate = Callable[[], list[list[int]]]
 
 
-def zoo_engine(folder: str, work: Work, batch: int) -> Generate:
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Texts to be generated, `batch` at a time; static batches have at most `most` rows, which fit the memory."""
+
+    texts: Sequence[Text]
+    batch: int
+    most: int = 64
+    cache_tokens: int | None = None  # of the engine
+
+    @property
+    def room(self) -> int:
+        """The number of tokens of the longest text."""
+        return max(sum(len(before) + new for before, new in text) for text in self.texts)
+
+
+def zoo_engine(folder: str, case: Case) -> Generate:
     import zoo
 
     model = zoo.load(folder)
-    room = max(len(prompt) for prompt, _ in work) + max(new for _, new in work)
 
     def generate() -> list[list[int]]:
-        engine = zoo.Engine(model, batch=batch, max_tokens=room)
-        completions = [engine.submit(prompt, zoo.Sampling(max_new_tokens=new))[0] for prompt, new in work]
+        engine = zoo.Engine(
+            model, batch=case.batch, max_tokens=case.room, prefixes=True, cache_tokens=case.cache_tokens
+        )
+        drawn: list[list[int]] = [[] for _ in case.texts]
+        going = {}
+
+        def submit(n: int, turn: int, after: zoo.Completion | None = None) -> None:
+            before, new = case.texts[n][turn]
+            keep = turn + 1 < len(case.texts[n])
+            (completion,) = engine.submit(before, zoo.Sampling(max_new_tokens=new), after=after, keep=keep)
+            going[completion] = n, turn
+
+        for n in range(len(case.texts)):
+            submit(n, 0)
         while not engine.idle:
-            engine.step()
-        return [completion.tokens for completion in completions]
+            for completion in engine.step():
+                if completion.finished:
+                    n, turn = going.pop(completion)
+                    drawn[n] += completion.tokens
+                    if turn + 1 < len(case.texts[n]):
+                        submit(n, turn + 1, completion)
+        return drawn
 
     return generate
 
 
-def zoo_batches(folder: str, work: Work, batch: int) -> Generate:
+def by_turns(case: Case, generate: Callable[[Work], list[list[int]]]) -> Generate:
+    """Returns a function that generates the turns of all texts one after another, each after the whole text so far."""
+
+    def all_turns() -> list[list[int]]:
+        whole: list[list[int]] = [[] for _ in case.texts]
+        drawn: list[list[int]] = [[] for _ in case.texts]
+        for turn in range(max(map(len, case.texts))):
+            those = [n for n, text in enumerate(case.texts) if turn < len(text)]
+            work = [(whole[n] + case.texts[n][turn][0], case.texts[n][turn][1]) for n in those]
+            for n, (before, _), new in zip(those, work, generate(work), strict=True):
+                whole[n], drawn[n] = before + new, drawn[n] + new
+        return drawn
+
+    return all_turns
+
+
+def zoo_batches(folder: str, case: Case) -> Generate:
     import zoo
 
     model = zoo.load(folder)
 
-    def generate() -> list[list[int]]:
+    def generate(work: Work) -> list[list[int]]:
         texts = []
-        for part in batches(work, batch):
+        for part in batches(work, min(case.batch, case.most)):
             new = max(new for _, new in part)
             groups = zoo.complete(model, [prompt for prompt, _ in part], max_new_tokens=new)
             texts += [group[0].tokens[:new] for group, (_, new) in zip(groups, part, strict=True)]
         return texts
 
-    return generate
+    return by_turns(case, generate)
 
 
-def transformers_batches(folder: str, work: Work, batch: int) -> Generate:
+def transformers_batches(folder: str, case: Case, cache: str | None = None) -> Generate:
     import torch
 
     model = import_transformers().Qwen3ForCausalLM.from_pretrained(folder).eval()
 
-    def generate() -> list[list[int]]:
+    def generate(work: Work) -> list[list[int]]:
         texts = []
-        for part in batches(work, batch):
+        for part in batches(work, min(case.batch, case.most)):
             longest = max(len(prompt) for prompt, _ in part)
             ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in part])
             mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
-            new = max(new for _, new in part)
-            out = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
+            new, options = (
+                max(new for _, new in part),
+                dict(do_sample=False, pad_token_id=0, cache_implementation=cache),
+            )
+            out = model.generate(ids, attention_mask=mask, max_new_tokens=new, **options)
             texts += [row[longest : longest + new].tolist() for row, (_, new) in zip(out, part, strict=True)]
         return texts
 
-    return generate
+    return by_turns(case, generate)
+
+
+def transformers_static(folder: str, case: Case) -> Generate:
+    return transformers_batches(folder, case, "static")
+
+
+def transformers_continuous(folder: str, case: Case) -> Generate:
+    transformers = import_transformers()
+    model = transformers.Qwen3ForCausalLM.from_pretrained(folder).eval()
+    page = 64
+    blocks = case.batch * -(-case.room // page) if case.cache_tokens is None else -(-case.cache_tokens // page)
+    options = dict(
+        generation_config=transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            page_size=page, num_blocks=blocks, max_batch_tokens=max(512, case.batch), max_requests_per_batch=case.batch
+        ),
+    )
+
+    def generate(work: Work) -> list[list[int]]:
+        found = {}
+        with model.continuous_batching_context_manager(**options, block=True, timeout=5) as manager:
+            names = [manager.add_request(prompt, max_new_tokens=new) for prompt, new in work]
+            while len(found) < len(names):
+                result = manager.get_result(timeout=1)
+                if result and result.is_finished():
+                    found[result.request_id] = list(result.generated_tokens)
+                elif not result and not manager.is_running():
+                    raise RuntimeError("transformers' continuous batching ended early.")
+        return [found[name] for name in names]
+
+    return by_turns(case, generate)
 
 
 def batches(work: Work, batch: int) -> list[Work]:
     return [work[at : at + batch] for at in range(0, len(work), batch)]
 
 
+FIXED = ("zoo", "transformers")
+BUILDS = {
+    "zoo": zoo_engine,
+    "zoo in batches": zoo_batches,
+    "transformers": transformers_batches,
+    "transformers, static": transformers_static,
+    "transformers, continuous": transformers_continuous,
+}
+
+
 def main(
     equal: tuple[int, ...] = (1, 8),
     ragged: int = 48,
+    shared: int = 512,
+    talks: int = 8,
     batch: int = 8,
     prompt: int = 64,
     new: int = 128,
     layers: int = 8,
     rounds: int = 7,
+    only: tuple[str, ...] = ("*",),
+    by: tuple[str, ...] = ("*",),
 ) -> None:
     """Measures tokens per second over all sequences, for a small Qwen3; prefill is part of the time.
 
     Args:
         equal: batch sizes for sequences of one length; each is measured by itself.
-        ragged: sequences in the last case, whose prompts have 8 to `prompt` tokens, and their continuations `new` / 32
-            to `new` with the logarithm spread evenly: most are short, some long.
-        batch: number of these sequences that are decoded at once.
+        ragged: sequences in the case "ragged", whose prompts have 8 to `prompt` tokens, and their continuations `new` /
+            32 to `new` with the logarithm spread evenly: most are short, some long.
+        shared: sequences in the case "shared", decoded at once: `prompt` * 8 tokens that all begin with, then lengths
+            like those of "ragged". Static batches have 64 rows.
+        talks: texts in the case "turns", of five turns: each has `prompt` new tokens and draws `new` / 4.
+        batch: number of the sequences of "ragged" that are decoded at once.
         prompt: tokens of a prompt.
         new: tokens to generate.
         layers: layers of the model.
         rounds: rounds in which all take turns, after a first call each.
+        only: cases whose names one of these patterns matches.
+        by: contestants whose names one of these patterns matches, beside "zoo" and "transformers".
     """
     config, random = REFERENCE | dict(num_hidden_layers=layers), np.random.default_rng(0)
     some = lambda tokens: random.integers(config["vocab_size"], size=tokens).tolist()
-    length = lambda: round(new / 32 ** random.random())
-    cases = {f"batch {n}": ([(some(prompt), new) for _ in range(n)], n) for n in equal}
-    cases["ragged"] = ([(some(random.integers(8, prompt + 1)), length()) for _ in range(ragged)], batch)
+    length, own = lambda: max(1, round(new / 32 ** random.random())), lambda: some(random.integers(8, prompt + 1))
+    begin = some(8 * prompt)
+    cases = {f"batch {n}": Case([[(some(prompt), new)] for _ in range(n)], n) for n in equal}
+    cases["ragged"] = Case([[(own(), length())] for _ in range(ragged)], batch)
+    rows = [[(begin + own(), length())] for _ in range(shared)]
+    cases["shared"] = Case(
+        rows, shared, cache_tokens=len(begin) + sum(-(-(prompt + n) // 64) * 64 for ((_, n),) in rows)
+    )
+    cases["turns"] = Case([[(some(prompt), max(1, new // 4)) for _ in range(5)] for _ in range(talks)], talks)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(folder, config)
-        for case, (work, at_once) in cases.items():
-            builds = {"zoo": zoo_engine, "transformers": transformers_batches}
-            if case == "ragged":
-                builds["zoo in batches"] = zoo_batches
+        for name, case in ((name, case) for name, case in cases.items() if case.texts and matches(name, only)):
+            builds = {who: build for who, build in BUILDS.items() if who in FIXED or matches(who, by)}
             with contextlib.ExitStack() as running:
                 contestants = {
-                    name: running.enter_context(Contestant(build, folder, work, at_once))
-                    for name, build in builds.items()
+                    who: running.enter_context(Contestant(build, folder, case)) for who, build in builds.items()
                 }
-                first = {name: contestant.turn() for name, contestant in contestants.items()}
+                first = {who: contestant.turn() for who, contestant in contestants.items()}
                 if any(turn["outputs"] != first["zoo"]["outputs"] for turn in first.values()):
                     raise RuntimeError("The contestants wrote different tokens.")
-                taken = alternate({name: contestant.turn for name, contestant in contestants.items()}, rounds)
-            tokens = sum(new for _, new in work)
-            speeds = {name: [tokens / turn["wall"] for turn in turns] for name, turns in taken.items()}
-            for name, turns in taken.items():
-                results[f"{name}, {case}"] = {
-                    "tokens/s": speeds[name],
-                    "speed / transformers": ratios(speeds[name], speeds["transformers"]),
+                taken = alternate({who: contestant.turn for who, contestant in contestants.items()}, rounds)
+            tokens = sum(new for text in case.texts for _, new in text)
+            speeds = {who: [tokens / turn["wall"] for turn in turns] for who, turns in taken.items()}
+            for who, turns in taken.items():
+                results[f"{who}, {name}"] = {
+                    "tokens/s": speeds[who],
+                    "speed / transformers": ratios(speeds[who], speeds["transformers"]),
+                    "zoo's speed / this": ratios(speeds["zoo"], speeds[who]),
                     "CPU time of a token, ms": [1e3 * turn["cpu"] / tokens for turn in turns],
-                    "first call, s": [first[name]["wall"]],
+                    "first call, s": [first[who]["wall"]],
                     "peak memory, MB": [turns[-1]["peak"] / 1e6],
                 }
     settings = dict(
-        config=config, equal=equal, ragged=ragged, batch=batch, prompt=prompt, new=new, rounds=rounds,
+        config=config, equal=equal, ragged=ragged, shared=shared, talks=talks, batch=batch, prompt=prompt, new=new,
+        rounds=rounds,
     )  # fmt: skip
     report("decode", "cpu", settings, results)
 

@@ -66,7 +66,9 @@ for part in "${parts[@]}"; do
         run train-lora $python -m benchmarks.train --only "*LoRA*" --by zoo --out "$out/lora" "${rehearse[@]}"
         ;;
     serve)
-        run serve $python -m benchmarks.serve --seconds 300 --out "$out" "${rehearse[@]}"
+        run serve $python -m benchmarks.serve --only "*batch 1" "*batch 64" --seconds 300 --out "$out" "${rehearse[@]}"
+        run serve-rows $python -m benchmarks.serve --only "*batch 16" "*batch 256" --seconds 280 --out "$out/rows" \
+            "${rehearse[@]}"
         ;;
     tune)
         run tune $python -m benchmarks.tune --shortlist --only "${TUNED[@]}" --seconds 420 --out "$out/block_sizes" \

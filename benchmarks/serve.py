@@ -8,7 +8,6 @@ cache. The device's memory speed is measured in the same process, by copying an 
 """
 
 import dataclasses
-import functools
 import pathlib
 import statistics
 import time
@@ -47,6 +46,9 @@ CASES = (
     Serving(DENSE, 1, weights="int8"),
     Serving(EXPERTS, 64),
     Serving(DENSE, 64, weights="int8"),
+    Serving(DENSE, 256, prompt=256, room=1024),
+    Serving(EXPERTS, 16),
+    Serving(EXPERTS, 256, prompt=256, room=1024),
 )
 
 
@@ -62,7 +64,6 @@ def measured(case: Serving, steps: int) -> dict[str, Any]:
     import kernels
     import zoo
     from zoo import quantized, surgery
-    from zoo.generation.decoding import prefill
     from zoo.nn.layers import AbstractExpertLinear
     from zoo.registry import family_of
 
@@ -77,8 +78,8 @@ def measured(case: Serving, steps: int) -> dict[str, Any]:
     prompts = random.integers(config.vocab_size, size=(case.batch, case.prompt))
 
     engine = zoo.Engine(model, batch=case.batch, max_tokens=case.room, stride=STRIDE)
-    for prompt in prompts:
-        engine.submit(prompt.tolist(), zoo.Sampling(max_new_tokens=case.room - case.prompt))
+    new = zoo.Sampling(max_new_tokens=case.room - case.prompt)
+    completions = [engine.submit(prompt.tolist(), new)[0] for prompt in prompts]
     begin = time.perf_counter()
     engine.step()  # compiles, prefills the prompts, and decodes the first tokens
     first = time.perf_counter() - begin
@@ -88,12 +89,13 @@ def measured(case: Serving, steps: int) -> dict[str, Any]:
         engine.step()
         ms.append(1e3 * (time.perf_counter() - begin) / STRIDE)
 
-    ids = jnp.asarray(prompts[:1], jnp.int32)
-    read = functools.partial(prefill, model, None, ids, jnp.array([case.prompt]), case.room, None)
-    jax.block_until_ready(read())
-    begin = time.perf_counter()
-    jax.block_until_ready(read())
-    prefilled = 1e3 * (time.perf_counter() - begin)
+    for completion in completions:
+        engine.cancel(completion)
+    for _ in range(2):  # the first call compiles
+        engine.submit(prompts[0].tolist(), zoo.Sampling(max_new_tokens=1))
+        begin = time.perf_counter()
+        engine.step()
+        prefilled = 1e3 * (time.perf_counter() - begin) - statistics.median(ms)
 
     size = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree) if hasattr(a, "dtype"))
     # Counts the experts that some row's token goes to, if routers choose all equally often.
@@ -105,7 +107,7 @@ def measured(case: Serving, steps: int) -> dict[str, Any]:
         weights += experts * (1 - (1 - config.num_experts_per_tok / config.num_experts) ** case.batch)
     seen = case.prompt + round(STRIDE * (1 + (steps + 1) / 2))  # positions, on average over the timed steps
     cache = size(jax.eval_shape(lambda: model.init_cache(case.batch, seen, jnp.bfloat16)))
-    engine = read = None  # frees the cache
+    engine = None  # frees the cache
     rate = _copy_rate()
     at = jnp.zeros((case.batch, 1), jnp.int32)
     cached = jax.eval_shape(lambda: model.init_cache(case.batch, case.room, jnp.bfloat16))

@@ -55,6 +55,8 @@ def refusal(
     widths = (k.shape[3], k.shape[3] if v is None else v_dim)
     if device().platform == "tpu" and not _lies_flat(k.shape[2], *widths, k.stack.dtype.itemsize):
         return f"XLA would copy a cache of {k.shape[2]} heads with {widths[0]} and {widths[1]} features to flatten it"
+    if device().platform == "tpu" and k.table is not None and (columns := k.stack.shape[2] * k.shape[2]) % LANES:
+        return f"Mosaic takes no block of {columns} positions, as a page of {k.stack.shape[2]} slots has"
     return elsewhere("tpu")
 
 

@@ -60,6 +60,7 @@ class Step(NamedTuple):
     quantize: str | None = None
     widen: int = 0  # tokens that may be rolled back
     changes: dict[str, Any] | None = None  # fields of the config
+    pages: int | None = None  # of 64 slots, which the rows share
 
 
 class Result(NamedTuple):
@@ -174,7 +175,8 @@ def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, ...]]:
         model = eqx.filter_eval_shape(as_stored, model, step.quantize)
     elif step.quantize:
         model = eqx.filter_eval_shape(quantize, model, step.quantize)
-    cache = eqx.filter_eval_shape(lambda m: init_cache(m, step.batch, step.length, step.cache, widen=step.widen), model)
+    options: Any = dict(widen=step.widen) | (dict(pages=lambda window: step.pages) if step.pages else {})
+    cache = eqx.filter_eval_shape(lambda m: init_cache(m, step.batch, step.length, step.cache, **options), model)
     vectors = [x for x in jax.tree.leaves(cache) if x.ndim >= 4 and x.shape[-1] >= 16]  # not the scales
     of_layer = [x.size // x.shape[0] * x.dtype.itemsize for x in vectors]
     tokens = jax.ShapeDtypeStruct((step.batch, step.queries), jnp.int32)

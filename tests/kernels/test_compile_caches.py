@@ -30,6 +30,11 @@ STEPS = {
     ],
 }
 
+PAGES = 3001  # no other axis has this size
+KEYS = [Step("qwen3-8b", BATCH, 8192, cache=cache, pages=PAGES) for cache in ("bfloat16", "int8")]
+OTHERS = [Step(name, BATCH, 8192, pages=PAGES) for name in ("deepseek-v3", "gpt-oss-20b")]  # latents, and a window
+PAGED = {"h200": KEYS + OTHERS, "v6e": KEYS}
+
 FEW = dict(vocab_size=512)
 DELTA = Step("qwen3-next-80b-a3b", BATCH, 64, changes=FEW | dict(
     layer_types=["linear_attention"] * 2, mlp_only_layers=[0, 1], intermediate_size=1024,
@@ -57,6 +62,18 @@ def test_no_copy_of_a_layers_cache(chip):
         assert of_rows, "there are none with the batch in front"
         assert [x for x in of_rows if x.kind != "custom-call" and x.bytes >= compiled.cache] == [], step
         assert step.cache != "int8" or compiled.moved < 1.15 * compiled.needed, (step, compiled.moved, compiled.needed)
+
+
+@pytest.mark.parametrize(
+    "chip", [pytest.param("h200", marks=needs_gpu_compiler), pytest.param("v6e", marks=needs_libtpu)]
+)
+def test_pages_are_read_and_written_in_place(chip):
+    """No result is as large as a layer's pages, and a step moves hardly more than all pages and the weights."""
+    for step, compiled in zip(PAGED[chip], measure(chip, *PAGED[chip]), strict=True):
+        large = [x for x in compiled.results if x.bytes >= compiled.cache]
+        assert [x for x in large if x.kind != "custom-call" or str(PAGES) in x.shape] == [], step
+        assert compiled.temporary < compiled.cache, step
+        assert compiled.moved < 1.10 * compiled.needed, (step, compiled.moved, compiled.needed)
 
 
 @pytest.mark.parametrize(

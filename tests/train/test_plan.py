@@ -298,6 +298,20 @@ def test_decoding(config, made):
     assert made.flops == pytest.approx(trained.flops / 3)
 
 
+def test_decoding_in_pages(config, monkeypatch):
+    """Eight times as many rows take the same memory, if they have as many tokens together."""
+    monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
+    plan = lambda devices, **changes: script.plan(
+        TINY.changed(**changes), config, CHIPS["v6e"], jax.devices()[:devices]
+    )
+    dense, paged = (plan(1, decode=True, **of) for of in (dict(batch=8), dict(batch=64, cache_tokens=8 * 64)))
+    assert paged.kinds["cache"] == pytest.approx(dense.kinds["cache"], rel=0.05)
+    with pytest.raises(ValueError, match="A mesh that splits rows has no pages"):
+        plan(8, decode=True, cache_tokens=512)
+    with pytest.raises(ValueError, match="--cache-tokens 512 is of decoding"):
+        plan(1, cache_tokens=512)
+
+
 def test_adapters(config, monkeypatch):
     """Frozen weights take two bytes or fewer, only adapters have moments, and there are fewer products."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))

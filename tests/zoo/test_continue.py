@@ -266,18 +266,55 @@ def test_a_small_pool(load, name):
         Engine(load(name), **SHAPE, cache_tokens=30)
 
 
-@pytest.mark.parametrize("count, draft", [(100, None), slow(1000, None), slow(500, zoo.NGramDraft(2))])
-def test_any_mix_of_requests(count, draft):
+@pytest.mark.parametrize(
+    "name, kind", [("qwen3-window-head", "plain"), *(slow("qwen3_next", k) for k in ("plain", "draft"))]
+)
+def test_steps_overlap(load, name, kind):
+    """Draws and log-probabilities have the same bits where the device gets a step before the last one is read: of
+    samples, kept texts, and constraints, which come and go. A kept text that is cut goes on, too.
+    """
+    model, got = load(name), []
+    draft = zoo.ModelDraft(noisy(model, 0.1), 3) if kind == "draft" else None
+    for overlap in (False, True):
+        engine, flights = Engine(model, **SHAPE, stops=range(0, 64, 16), draft=draft, overlap=overlap), []
+        make = lambda n: Sampling(max_new_tokens=14 - n, temperature=float(n % 2))
+        firsts = [engine.submit(p, make(n), samples=2, keep=True)[1] for n, p in enumerate(PROMPTS[:2] + PROMPTS[3:4])]
+        others = engine.submit(PROMPTS[4], Sampling(max_new_tokens=20, temperature=1.0), samples=4, keep=True)
+        while not (cut := [c for c in others if c.tokens and not c.finished]):
+            assert engine.step()
+            flights.append(len(engine._flights))
+        for each in others:
+            engine.cancel(each)
+        (constrained,) = engine.submit(PROMPTS[5], FEW, constrained=[Sets(64, [set(range(1, 16)), set(range(17, 32))])])
+        drawn(engine)
+        after = [engine.submit(TURN[:3], FEW, after=first, keep=True)[0] for first in firsts]
+        drawn(engine)
+        after += [engine.submit(TURN[:3], FEW, after=each)[0] for each in after]
+        got.append(drawn(engine, *firsts, *after, constrained))
+        assert max(flights) == overlap
+        for each in cut:
+            (second,) = engine.submit(TURN, FEW, after=each)
+            (alone,) = engine.submit(second.prompt, FEW)
+            assert_same(*drawn(engine, second, alone))
+    assert got[0] == got[1]
+
+
+@pytest.mark.parametrize(
+    "count, kind",
+    [(100, "plain"), slow(1000, "plain"), slow(100, "draft"), slow(500, "ngram"), slow(100, "constraint")],
+)
+def test_any_mix_of_requests(count, kind):
     """Requests of all kinds come, go on, fork, and are cancelled and freed at random, in a pool for two rows. Each gets
     the tokens that it gets alone, and in the end all pages are free.
     """
     model = noise(lambda: zoo.qwen3.Model(zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 64, 1), key=jax.random.key(0)))
-    shape = dict(max_tokens=48, stops=range(0, 64, 16), stride=4, page=4, chunk=8)
+    draft = {"draft": zoo.ModelDraft(noisy(model, 0.1), 3), "ngram": zoo.NGramDraft(2)}.get(kind)
+    shape = dict(max_tokens=48, stops=range(0, 64, 16), stride=4, page=4, chunk=8, draft=draft)
+    constraints = lambda count: [Sets(64, [set(range(n, 64, 3)) for n in range(3)]) for _ in range(count)]
     engine, alone = (
-        Engine(model, batch=6, cache_tokens=96, prefixes=True, beside=8, draft=draft, **shape),
-        Engine(model, batch=1, draft=draft, **shape),
+        Engine(model, batch=6, cache_tokens=96, prefixes=True, beside=8, **shape),
+        Engine(model, batch=1, **shape),
     )
-    temperatures = [0.0, 1.0] if draft is None else [0.0]  # a draft's tokens are drawn otherwise where a text goes on
     random, ours, cancelled = np.random.RandomState(0), [], set()
     begin = random.randint(64, size=20).tolist()  # which many prompts share
 
@@ -287,10 +324,15 @@ def test_any_mix_of_requests(count, draft):
         prompt = random.randint(64, size=random.randint(after is None, 6)).tolist()
         if after is None:
             prompt = begin[: random.choice([0, 12, 20])] + prompt
-        sampling = Sampling(max_new_tokens=random.randint(1, 12), temperature=random.choice(temperatures))
-        given = dict(samples=random.randint(1, 4), after=after, keep=random.rand() < 0.5, owner=n % 3)
+        warm = draft is None and random.rand() < 0.5  # a draft's tokens are drawn otherwise where a text goes on
+        sampling, samples = (
+            Sampling(max_new_tokens=random.randint(1, 12), temperature=float(warm)),
+            random.randint(1, 4),
+        )
+        given = dict(samples=samples, after=after, keep=random.rand() < 0.5, owner=n % 3)
+        given["constrained"] = constraints(samples) if kind == "constraint" and n % 3 == 0 else ()
         for sample, c in enumerate(engine.submit(prompt, sampling, key=jax.random.key(n), **given)):
-            ours.append((c, sampling, n, sample))
+            ours.append((c, sampling, n, sample, given["constrained"]))
 
     while len(ours) < count or not engine.idle:
         for _ in range(random.randint(4) if len(ours) < count else 0):
@@ -309,23 +351,28 @@ def test_any_mix_of_requests(count, draft):
         pass
     assert_all_free(engine)
     assert engine.tokens_found > count and 0 < len(cancelled) < len(ours) / 2
-    for c, sampling, n, sample in ours:
-        expected = alone.submit(c.prompt, sampling, key=jax.random.key(n), samples=sample + 1)[sample]
+    for c, sampling, n, sample, constrained in ours:
+        given = dict(samples=sample + 1, constrained=constraints(sample + 1) if constrained else ())
+        expected = alone.submit(c.prompt, sampling, key=jax.random.key(n), **given)[sample]
         drawn(alone)
         assert c.tokens == expected.tokens[: len(c.tokens)] and (
             c in cancelled or len(c.tokens) == len(expected.tokens)
         )
 
 
-def test_rows_of_mixed_lengths_need_the_memory_that_they_use():
-    """512 rows are drawn at once in the memory of 64 that are as long as they may be."""
+@pytest.mark.parametrize("compared", [False, slow(True)])
+def test_rows_of_mixed_lengths_need_the_memory_that_they_use(compared):
+    """512 rows are drawn at once in the memory of 64 that are as long as they may be, each as it is alone."""
     model = noise(lambda: zoo.qwen3.Model(zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 256, 1), key=jax.random.key(0)))
     engine = Engine(model, batch=512, max_tokens=256, stops=NEVER, cache_tokens=64 * 256, page=8)
-    for n in range(512):
-        engine.submit([n % 64] * (1 + n % 16), Sampling(max_new_tokens=1 + n % 12))
+    alone = Engine(model, batch=1, max_tokens=256, stops=NEVER, page=8)
+    submit = lambda engine, n: engine.submit([n % 64] * (1 + n % 16), Sampling(max_new_tokens=1 + n % 12))[0]
+    completions = [submit(engine, n) for n in range(512)]
     assert len(engine.step()) == 512
-    drawn(engine)
+    got = drawn(engine, *completions)
     assert_all_free(engine)
+    for n in range(512 if compared else 0):
+        assert_same(got[n], *drawn(alone, submit(alone, n)))
 
 
 def test_only_finished_completions_go_on(load):

@@ -27,6 +27,7 @@ from train.state.state import Lora, StateOptions, abstract_state, moment_shardin
 from train.step.language import cross_entropy
 from train.step.step import Objective, Recipe, jit_train_step
 from zoo import lora, quantized
+from zoo.generation.decoding import init_caches, layout_of
 from zoo.nn.cache import partition_specs
 from zoo.nn.heads import AbstractHead
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
@@ -190,13 +191,21 @@ def decoding(
     seq: int,
     quantize: Literal["none"] | Format = "none",
     images: int = 0,
+    cache_tokens: int = 0,
 ) -> Program:
     """Makes the step that decodes one token a row, in bfloat16, with a cache of `seq` positions, updated in place.
 
-    With `images` the model has its vision tower, too, which the step does not use.
+    With `images` the model has its vision tower, too, which the step does not use. With `cache_tokens` the cache lies
+    in pages, as `zoo.generation.engine.Engine` has it, for so many tokens of all rows together.
+
+    Raises:
+        ValueError: for `cache_tokens`, if the mesh splits the rows.
     """
     model = abstract_frozen(config, family, mesh, quantize=quantize, parts=parts_of(images))
-    shapes = eqx.filter_eval_shape(lambda m: m.init_cache(batch, seq, jnp.bfloat16), model)
+    layout = layout_of(model, None, batch, seq, mesh.shape, 1, cache_tokens=cache_tokens) if cache_tokens else None
+    if cache_tokens and layout is None:
+        raise ValueError("A mesh that splits rows has no pages: leave out --cache-tokens, or take tensor=-1.")
+    shapes = eqx.filter_eval_shape(lambda m: init_caches(m, None, batch, seq, jnp.bfloat16, layout)[0], model)
     place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
     cache = jax.tree.map(place, shapes, partition_specs(shapes, mesh.shape))
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=NamedSharding(mesh, P(BATCH)))

@@ -84,6 +84,9 @@ class Options(OptionGroup):
     512 pixels of Qwen3-VL or 448 x 448 of Mistral Small 3."""
     decode: bool = False
     """Plan the decoding step, which adds a token to each row, with weights in bfloat16, instead of training."""
+    cache_tokens: int = option(0, rare=True)
+    """Number of tokens of all rows together for which a decoding step has memory, in pages, as `zoo.Engine` has it. 0:
+    --seq for each row."""
     search: bool = False
     """Also try other meshes, batches and remats: estimate many, compile the best three, and rank them."""
 
@@ -228,6 +231,8 @@ def _program(options: Options, config: AbstractConfig, mesh: Mesh, step: Step) -
         raise ValueError(f"--images: --method {options.method} reads texts alone.")
     if options.images and options.method == "grpo":
         raise ValueError("Sampling after prompts with images is not planned: leave out --images or --method grpo.")
+    if options.cache_tokens and not options.decode:
+        raise ValueError(f"--cache-tokens {options.cache_tokens} is of decoding: add --decode.")
     if options.decode and options.lora.rank:
         raise ValueError("--decode is of a model without adapters, or with merged ones: leave out --lora.rank.")
     if options.quantize != "none" and not (options.decode or options.lora.rank):
@@ -243,8 +248,9 @@ def _program(options: Options, config: AbstractConfig, mesh: Mesh, step: Step) -
     )
     if options.decode:
         return decoding(
-            config, family, mesh, batch=options.batch, seq=options.seq, quantize=options.quantize, images=options.images
-        )
+            config, family, mesh, batch=options.batch, seq=options.seq, quantize=options.quantize,
+            images=options.images, cache_tokens=options.cache_tokens,
+        )  # fmt: skip
     return step(options, config, family, mesh)
 
 

@@ -80,23 +80,27 @@ def sampling(
     logits = jax.ShapeDtypeStruct((rows, config.vocab_size), jnp.float32, sharding=split)
 
     def table() -> decoding.Rows:
-        numbers, keys = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, 2), jnp.uint32)
-        return decoding.Rows(numbers, numbers, numbers, keys, settings([zoo.Sampling()] * rows))
+        keys, ahead = jnp.zeros((rows, 2), jnp.uint32), jnp.zeros(rows, bool)
+        return decoding.Rows(
+            decoding.Progress(*jnp.zeros((3, rows), jnp.int32)), ahead, keys, settings([zoo.Sampling()] * rows)
+        )
 
     described = jax.tree.map(lambda a: at(a, everywhere), jax.eval_shape(table))
     tables = [ints(rows, layout.width) for _ in windows(empty)] if layout else []
-    drawn: Any = (at(ints(rows, most), split), caches, logits)
+    progress = [at(ints(rows), split) for _ in range(3)]
+    drawn: Any = (at(ints(rows, most), split), caches, logits, progress)
     chunk: Any = (ints(groups), ints(groups, read_at_once), ints(groups), ints(groups))
+
+    def state_of(drawn: Any) -> decoding.State:
+        return decoding.State(drawn[0], drawn[1], drawn[2], None, decoding.Progress(*drawn[3]))
 
     def read(model: Any, chunk: Any, tables: Any, drawn: Any) -> Any:
         inputs = (model, None), decoding.Reading(*chunk), tables
-        return decoding.read.__wrapped__(inputs, decoding.State(drawn[0], drawn[1], drawn[2], None))[0]
+        return decoding.read.__wrapped__(inputs, state_of(drawn))[0]
 
     def advance(model: Any, stops: Any, table: Any, tables: Any, drawn: Any, enough: Any) -> Any:
         inputs = (model, None), stops, table, tables
-        return decoding.advance.__wrapped__(
-            inputs, decoding.State(drawn[0], drawn[1], drawn[2], None), STRIDE, 0, enough
-        )
+        return decoding.advance.__wrapped__(inputs, state_of(drawn), STRIDE, 0, enough)
 
     with jax.set_mesh(mesh):
         decode = jax.jit(advance, donate_argnums=4, compiler_options=compile_options("decode"))

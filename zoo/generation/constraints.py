@@ -6,9 +6,9 @@ one token a round, from the model's distribution, so that it has the same tokens
 """
 
 import abc
+import functools
 from collections.abc import Mapping
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,14 +70,15 @@ class Delayed(AbstractConstraint):
         return (self._free and self._until is None) or self._constraint.complete
 
 
-@eqx.filter_jit
+@functools.partial(compiled, options=None, donate=False)
 def draw(
     table: Rows, tokens: Int[Array, "batch seq"], logits: Float[Array, "batch vocab"], top: int
 ) -> tuple[Drawn, Int[Array, "batch seq"]]:
     """Draws a token for each row, and finds the `top` likeliest. Returns these, and `tokens` with the drawn ones."""
-    at, settings, live = _positions(table), table.settings, (jnp.asarray(table.left) > 0).astype(jnp.int32)
-    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(table.keys)), table.drawn)
-    permitted = settings.permitted(settings.penalized(logits, tokens, table.positions - table.drawn, at))
+    at, settings, now = _positions(table), table.settings, table.progress
+    live = (jnp.asarray(now.left) > 0).astype(jnp.int32)
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(table.keys)), now.drawn)
+    permitted = settings.permitted(settings.penalized(logits, tokens, now.positions - now.drawn, at))
     token = settings.draw(permitted, keys)[:, None]
     scaled = settings.of_logprobs(logits)[:, None]
     drawn = Drawn(token, logprob(scaled, token), Likeliest.of(scaled, top), live, live, {})
@@ -93,9 +94,9 @@ def read(
     at = _positions(table)[:, None]
     x, cache, records = hidden(model, token, rows.with_tables(state.caches, pages)[0], at, table.record)
     logits = jnp.where(at >= 0, model.unembed(x)[:, 0].astype(jnp.float32), state.logits)
-    return State(tokens, (cache, None), logits, None), records
+    return State(tokens, (cache, None), logits, None, state.progress), records
 
 
 def _positions(table: Rows) -> Int[Array, " batch"]:
     """Returns each row's position; -1, that of padding, for free rows."""
-    return jnp.where(jnp.asarray(table.left) > 0, table.positions, -1)
+    return jnp.where(jnp.asarray(table.progress.left) > 0, table.progress.positions, -1)

@@ -2,7 +2,7 @@
 `take`, `put` and `copy`, by which rows go on from what was read before.
 
 With a draft, `Engine` calls `zoo.generation.speculative.advance` instead of `advance`. Functions that change the state
-take all other arrays as one first argument, `inputs`: `donate="all-except-first"` lets XLA reuse the state's memory.
+take all other arrays as one first argument, `inputs`, since XLA reuses the memory of the second (`compiled`).
 """
 
 import contextlib
@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 import zoo.nn.cache
 from kernels.backends.compile_options import compile_options
@@ -43,6 +44,18 @@ Records = dict[Record, Array]
 """A record of some tokens: experts [batch, seq, layers, choices], features [batch, seq, embed]."""
 
 
+class Progress(eqx.Module):
+    """How far each row's sequence has come. In a free row `left` is 0."""
+
+    positions: Int[HostArray, " batch"]  # the position of the next token
+    drawn: Int[HostArray, " batch"]  # the number of tokens drawn so far
+    left: Int[HostArray, " batch"]  # the number of tokens that may still be drawn
+
+    def after(self, count: Int[Array, " batch"], left: Int[Array, " batch"]) -> "Progress":
+        """Returns the progress after `count` more tokens, with so many `left`."""
+        return Progress(self.positions + count, self.drawn + count, left)
+
+
 class State(eqx.Module):
     """The arrays that stay on the devices: tokens, caches of model and draft, and the logits of each row's next token.
 
@@ -54,17 +67,22 @@ class State(eqx.Module):
     caches: tuple[Any, Any]
     logits: Float[Array, "batch vocab"]
     draft_state: Any  # `zoo.generation.speculative.DraftState`; None without a draft, like the second cache
+    progress: Progress
 
 
 class Rows(eqx.Module):
-    """Each row's sequence, as the host knows it. In a free row `left` is 0."""
+    """Each row's sequence, as the host knows it."""
 
-    positions: Int[HostArray, " batch"]  # the position of the next token
-    drawn: Int[HostArray, " batch"]  # the number of tokens drawn so far
-    left: Int[HostArray, " batch"]  # the number of tokens that may still be drawn
+    progress: Progress
+    ahead: Bool[HostArray, " batch"]  # whether the state's progress counts, as a step is on its way in this row
     keys: UInt32[HostArray, "batch words"]
     settings: Settings
     record: tuple[Record, ...] = eqx.field(static=True, default=())
+
+    def now(self, state: State) -> Progress:
+        """Returns the progress of rows before the next step."""
+        choose = lambda device, host: jnp.where(self.ahead, device, host)
+        return jax.tree.map(choose, state.progress, self.progress)
 
 
 class Reading(eqx.Module):
@@ -149,7 +167,7 @@ def layout_of(
     """
     if math.prod(sizes[axis] for axis in split_over(batch, BATCH, sizes)) > 1:
         return None
-    size, at_once = room(draft, max_tokens), max(chunk, model.config.cache_limit or 0, room(draft, stride))
+    size, at_once = room(draft, max_tokens), max(chunk, model.config.cache_limit or 0, 2 * room(draft, stride))
     slots = min(page, bucket(size, 8))
     width = -(-size // slots)
     all_rows = (batch + min(batch, AT_ONCE)) * width  # prompts whose samples wait have as much as some rows
@@ -224,11 +242,43 @@ def init_state(
     draft_state = None if draft is None else draft.init_state(batch, model.config.vocab_size)
     tokens = jnp.zeros((batch, room(draft, max_tokens)), jnp.int32)
     logits = jnp.zeros((batch, model.config.vocab_size), jnp.float32)
-    tokens, logits, draft_state = jax.tree.map(lambda x: placed(x, batch_axes), (tokens, logits, draft_state))
-    return State(tokens, caches, logits, draft_state)
+    of_rows = (tokens, logits, draft_state, Progress(*jnp.zeros((3, batch), jnp.int32)))
+    tokens, logits, draft_state, progress = jax.tree.map(lambda x: placed(x, batch_axes), of_rows)
+    return State(tokens, caches, logits, draft_state, progress)
 
 
-@eqx.filter_jit(donate="all-except-first")
+def compiled(
+    function: Callable[..., T], *, options: Literal["decode"] | None = "decode", donate: bool = True
+) -> Callable[..., T]:
+    """Compiles a function like `eqx.filter_jit`, but does not wait until its result is there.
+
+    So the host goes on while the device works.
+
+    Args:
+        function: takes trees, of which leaves that are no arrays are static, and returns a tree of arrays.
+        options: XLA's options (`kernels.backends.compile_options`).
+        donate: whether the second argument's memory may be reused.
+    """
+
+    def run(static: tuple[Any, tuple[Any, ...]], first: Any, second: Any, others: Any) -> T:
+        structure, leaves = static
+        return function(*eqx.combine((first, second, *others), jax.tree.unflatten(structure, leaves)))
+
+    @functools.cache
+    def with_options(_: Device) -> Callable[..., T]:
+        given = compile_options(options) if options else None
+        return jax.jit(run, static_argnums=0, donate_argnums=2 if donate else (), compiler_options=given)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> T:
+        (first, second, *others), static = eqx.partition(args, lambda x: isinstance(x, jax.Array | np.ndarray))
+        leaves, structure = jax.tree.flatten(static)
+        return with_options(device())((structure, tuple(leaves)), first, second, others)
+
+    return call
+
+
+@functools.partial(compiled, options=None)
 def read(inputs: tuple[tuple[AbstractModel, Any], Reading, Tables], state: State) -> tuple[State, Records]:
     """Reads tokens of some rows into the rows' caches, and computes the logits after the last of them.
 
@@ -250,7 +300,8 @@ def read(inputs: tuple[tuple[AbstractModel, Any], Reading, Tables], state: State
     logits, draft_state = jax.tree.map(put, (state.logits, state.draft_state), (logits, draft_state))
     at = jnp.where(positions < 0, state.tokens.shape[1], positions)
     tokens = state.tokens.at[new.rows[:, None], at].set(new.tokens)
-    return State(tokens, rows.replace(caches, new.rows, (cache, draft_cache)), logits, draft_state), records
+    caches = rows.replace(caches, new.rows, (cache, draft_cache))
+    return State(tokens, caches, logits, draft_state, state.progress), records
 
 
 def hidden(
@@ -274,14 +325,14 @@ def shapes_of_records(model: AbstractModel, cache: Any, batch: int, record: Sequ
     return jax.eval_shape(lambda: hidden(model, tokens, cache, tokens, record)[2]) if record else {}
 
 
-@eqx.filter_jit
+@functools.partial(compiled, options=None, donate=False)
 def take(state: State, row: Int[HostArray, ""]) -> RowState:
     """Copies what a row has of its own."""
     one = lambda a: jax.lax.dynamic_slice_in_dim(a, row, 1)
     return RowState(rows.own(state.caches, row), *jax.tree.map(one, (state.logits, state.draft_state)))
 
 
-@eqx.filter_jit(donate="all-except-first")
+@functools.partial(compiled, options=None)
 def put(inputs: tuple[RowState | None, Int[HostArray, " seq"], Int[HostArray, " rows"]], state: State) -> State:
     """Puts what a row had of its own (None: nothing), and its tokens, into these rows. A number that no row has is left
     out.
@@ -293,25 +344,14 @@ def put(inputs: tuple[RowState | None, Int[HostArray, " seq"], Int[HostArray, " 
     if one is None:
         return state
     into = lambda old, new: old.at[to].set(new)
-    rest = jax.tree.map(into, (state.logits, state.draft_state), (one.logits, one.draft_state))
-    return State(state.tokens, rows.with_own(state.caches, to, one.caches), *rest)
+    logits, draft_state = jax.tree.map(into, (state.logits, state.draft_state), (one.logits, one.draft_state))
+    return State(state.tokens, rows.with_own(state.caches, to, one.caches), logits, draft_state, state.progress)
 
 
-@eqx.filter_jit(donate="all-except-first")
+@functools.partial(compiled, options=None)
 def copy(pairs: Sequence[Int[HostArray, "pairs 2"]], state: State) -> State:
     """Copies pages, for each pair to the first from the second, for each window of `zoo.nn.rows.windows`."""
     return eqx.tree_at(lambda s: s.caches, state, rows.copy_pages(state.caches, pairs))
-
-
-def compiled(function: Callable[..., T]) -> Callable[..., T]:
-    """Compiles a function like `eqx.filter_jit`, with XLA's options for decoding. The first argument is not donated."""
-
-    @functools.cache
-    def with_options(_: Device) -> Callable[..., T]:
-        options: dict[str, Any] = {"compiler_options": compile_options("decode")}
-        return eqx.filter_jit(function, donate="all-except-first", **options)
-
-    return functools.wraps(function)(lambda *args: with_options(device())(*args))
 
 
 @compiled
@@ -328,7 +368,8 @@ def advance(
     that it may go on later.
     """
     (model, _), stops, table, pages = inputs
-    batch, keys = len(table.left), jax.random.wrap_key_data(jnp.asarray(table.keys))
+    now, keys = table.now(state), jax.random.wrap_key_data(jnp.asarray(table.keys))
+    batch = len(keys)
 
     def unfinished(carry: Any) -> Array:
         n, left, _, _ = carry
@@ -337,9 +378,9 @@ def advance(
     def body(carry: Any) -> Any:
         n, left, state, drawn = carry
         live, (cache, _) = left > 0, state.caches
-        at = jnp.where(live, table.positions + n, -1)  # rows that have ended are padding
-        logits = table.settings.penalized(state.logits, state.tokens, table.positions - table.drawn, at)
-        token = table.settings.draw(logits, jax.vmap(jax.random.fold_in)(keys, table.drawn + n))
+        at = jnp.where(live, now.positions + n, -1)  # rows that have ended are padding
+        logits = table.settings.penalized(state.logits, state.tokens, now.positions - now.drawn, at)
+        token = table.settings.draw(logits, jax.vmap(jax.random.fold_in)(keys, now.drawn + n))
         tokens = write(state.tokens, token[:, None], at[:, None])
         put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new[:, None], n, axis=1)
         scaled = table.settings.of_logprobs(state.logits)
@@ -354,12 +395,12 @@ def advance(
         )
         left = jnp.where(jnp.any(token[:, None] == stops[None], axis=-1), 0, jnp.maximum(left - 1, 0))
         logits = jnp.where(live[:, None], model.unembed(x)[:, 0].astype(jnp.float32), state.logits)
-        return n + 1, left, State(tokens, (cache, None), logits, None), new
+        return n + 1, left, State(tokens, (cache, None), logits, None, state.progress), new
 
     state = eqx.tree_at(lambda s: s.caches, state, rows.with_tables(state.caches, pages))
     drawn = Drawn.init(batch, steps, top, shapes_of_records(model, state.caches[0], batch, table.record))
-    _, _, state, drawn = jax.lax.while_loop(unfinished, body, (jnp.array(0), table.left, state, drawn))
-    return state, drawn
+    _, left, state, drawn = jax.lax.while_loop(unfinished, body, (jnp.array(0), now.left, state, drawn))
+    return eqx.tree_at(lambda s: s.progress, state, now.after(drawn.count, left)), drawn
 
 
 def write(

@@ -21,7 +21,20 @@ from jaxtyping import Int, PRNGKeyArray
 
 from zoo.generation import constraints, decoding, speculative
 from zoo.generation.constraints import AbstractConstraint
-from zoo.generation.decoding import CHUNK, PAGE, Drawn, Reading, Record, Rows, bucket, init_state, read, room, take
+from zoo.generation.decoding import (
+    CHUNK,
+    PAGE,
+    Drawn,
+    Progress,
+    Reading,
+    Record,
+    Rows,
+    bucket,
+    init_state,
+    read,
+    room,
+    take,
+)
 from zoo.generation.pages import Pool, Table
 from zoo.generation.prefixes import Prefix, Prefixes, ends_of_chunks, keys_of_chunks
 from zoo.generation.sampling import Sampling, SamplingOptions, settings
@@ -87,6 +100,7 @@ class _Sequence:
     read: int = 0
     in_chunks: bool = True  # whether all of this was read in chunks from the beginning
     turn: int = 0  # the number of sequences that came to a row before it
+    over: bool = False  # whether it has drawn all of its tokens, and was not cancelled
     records: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)  # of the tokens, part by part
     constraint: AbstractConstraint | None = None
     allowed: np.ndarray | None = None  # the constraint's
@@ -107,6 +121,15 @@ class _Sequence:
         return self.read >= len(self.prompt.tokens)
 
 
+@dataclasses.dataclass(eq=False)
+class _Flight:
+    """A step that the device was given, and whose tokens the host has not read yet."""
+
+    rows: dict[_Sequence, int]  # of the sequences that still are in them
+    drawn: Drawn
+    least: int  # tokens that a row draws unless its sequence ends
+
+
 class Engine:
     """Decodes `batch` sequences at once, each with room for `max_tokens` of a prompt with its completion.
 
@@ -123,6 +146,11 @@ class Engine:
     first go the prefixes that were not used for the longest time: texts of finished completions that were kept, and
     prompts whose samples wait for rows. They are read anew when they are needed. Then the sequence that came to its row
     last goes back to the head of the queue, and is read anew with the tokens that it has drawn.
+
+    The device gets the next step before the host reads the tokens of the last one. It knows itself how far each row has
+    come (`decoding.Progress`), and which have ended; these stay as they are. So the host may be one step behind: it
+    reserves pages for the most tokens that both steps may draw, and a row is free one step after its sequence has
+    ended. Constraints need the host between two tokens; while there are some, each step is read before the next one.
     """
 
     def __init__(
@@ -142,6 +170,7 @@ class Engine:
         beside: int | None = None,
         record: Sequence[Record] = (),
         raw_logprobs: bool = False,
+        overlap: bool = True,
     ):
         """
         Args:
@@ -165,6 +194,7 @@ class Engine:
                 Recording waits for each chunk that is read.
             raw_logprobs: whether log-probabilities are those of softmax(logits) at any temperature, as servers give
                 them. Training needs those with which tokens are drawn, softmax(logits / temperature).
+            overlap: whether the device gets a step before the tokens of the last one are read. That changes no draw.
 
         Raises:
             ValueError: the draft has another vocabulary, or a cache can't take rejected tokens back or is made anew
@@ -208,6 +238,8 @@ class Engine:
         self._rows: list[_Sequence | None] = [None] * batch
         self._queue: collections.deque[_Prompt] = collections.deque()
         self._turn = itertools.count()
+        self._flights: collections.deque[_Flight] = collections.deque()
+        self._overlap, self._new = overlap, {}
 
     def submit(
         self,
@@ -272,7 +304,7 @@ class Engine:
         return [sequence.completion for sequence in text.waiting]
 
     def cancel(self, completion: Completion) -> None:
-        """Finishes a completion with the tokens that it has, and frees its row."""
+        """Finishes a completion with the tokens that it has, and frees its row. Tokens that come later are cut."""
         completion.finished = True
 
     def free(self, completion: Completion) -> None:
@@ -289,50 +321,49 @@ class Engine:
 
         While sequences are in the queue, decoding stops as soon as an eighth of the rows are free.
         """
+        self._new = {}
+        while not self._new and (self._flights or self._dispatch()):
+            if self._overlap and not self._constrained:
+                self._dispatch()
+            if self._flights:  # none where memory was so short that they were read
+                self._read_flight()
+        return self._new
+
+    @property
+    def _constrained(self) -> bool:
+        """Whether any row needs the host between two tokens."""
+        return any(s is not None and s.constraint is not None for s in self._rows)
+
+    def _dispatch(self) -> bool:
+        """Gives the device the next step. Returns whether there is one."""
         self._sweep()
         self._fill()
-        for s in sorted((s for s in self._rows if s and s.draws), key=lambda s: s.turn):
-            self._reserve(s, s.length, self._end_of_step(s.length))
-        running = [(row, s) for row, s in enumerate(self._rows) if s and s.draws]
-        if not running:
-            return {}
+        while self._constrained and self._flights:
+            self._read_flight()
+        for _, s in sorted(self._running(), key=lambda each: each[1].turn):
+            self._reserve(s, s.length, self._end_of_step(s))
+        if not (running := self._running()):
+            return False
         self._copy()
         enough = len(running) - max(1, len(self._rows) // 8) if self._queue else 0
-        most = max(sequence.top for _, sequence in running)
+        most = max(s.top for _, s in running)
         # few numbers, so that little is compiled
         top = min(bucket(most, 1), self.model.config.vocab_size) if most else 0
-        drawn = self._advance(any(sequence.constraint for _, sequence in running), top, np.array(enough))
-        tokens, logprobs, counts, calls = map(gathered, (drawn.tokens, drawn.logprobs, drawn.count, drawn.calls))
-        likeliest = [gathered(a) for a in (drawn.likeliest.tokens, drawn.likeliest.logprobs)] if top else []
-        records = {name: gathered(a) for name, a in drawn.records.items()}
-        new = {}
-        for row, sequence in running:
-            done, count = sequence.completion, counts[row]
-            new[done] = tokens[row, :count].tolist()
-            done.tokens += new[done]
-            done.logprobs += logprobs[row, :count].tolist()
-            if sequence.top:
-                ids, values = (a[row, :count, : sequence.top].tolist() for a in likeliest)
-                done.likeliest += [dict(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
-            done.calls += int(calls[row])
-            sequence.records.append({name: a[row, :count] for name, a in records.items()})
-            done.ended = done.tokens[-1] in self._stops
-            done.finished = done.ended or len(done.tokens) == sequence.sampling.max_new_tokens
-            self._pool.leave(sequence.table, sequence.length)
-            if sequence.constraint is not None and not done.finished:
-                for token in new[done]:
-                    sequence.constraint.push(token)
-                sequence.allowed = sequence.constraint.allowed()
-        self._sweep()
-        for row, s in enumerate(self._rows):
-            if s and s.draws and self._left_until_read_anew(s) == 0:
-                self._requeue(row)
-        return new
+        steps = 1 if self._constrained else self.stride
+        least = 0 if enough else steps if self.draft is None else max(1, steps // room(self.draft, 0))
+        drawn = self._advance(running, steps, top, np.array(enough))
+        self._flights.append(_Flight({s: row for row, s in running}, drawn, least))
+        return True
 
-    def _advance(self, constrained: bool, top: int, enough: np.ndarray) -> Drawn:
-        """Decodes up to `stride` tokens in each row; if any row is constrained, one, or with a draft one round."""
-        table, tables, steps = self._table(), self._tables(), 1 if constrained else self.stride
-        if constrained and self.draft is None:
+    def _running(self) -> list[tuple[int, _Sequence]]:
+        """Returns the rows that may draw in the next step, after those that are on their way."""
+        least = lambda s: sum(flight.least for flight in self._flights if s in flight.rows)
+        return [(row, s) for row, s in enumerate(self._rows) if s and s.draws and self._left(s) > least(s)]
+
+    def _advance(self, running: Sequence[tuple[int, _Sequence]], steps: int, top: int, enough: np.ndarray) -> Drawn:
+        """Decodes up to `steps` tokens in each row, or with a draft one round at least."""
+        table, tables = self._table(running), self._tables()
+        if self._constrained and self.draft is None:
             drawn, tokens = constraints.draw(table, self._state.tokens, self._state.logits, top)
             self._state, records = constraints.read((self.model, table, tables, drawn.tokens, tokens), self._state)
             return dataclasses.replace(drawn, records=records)
@@ -341,13 +372,45 @@ class Engine:
         self._state, drawn = advance(inputs, self._state, steps, top, enough)
         return drawn
 
+    def _read_flight(self) -> None:
+        """Reads the tokens of the first step that is on its way, and frees the rows of sequences that have ended."""
+        flight = self._flights.popleft()
+        drawn = jax.tree.map(gathered, flight.drawn) if flight.rows else flight.drawn
+        for s, row in flight.rows.items():
+            done, count = s.completion, int(drawn.count[row])
+            if done.finished or not count:
+                continue
+            new = drawn.tokens[row, :count].tolist()
+            self._new[done] = self._new.get(done, []) + new
+            done.tokens += new
+            done.logprobs += drawn.logprobs[row, :count].tolist()
+            if s.top:
+                both = drawn.likeliest.tokens, drawn.likeliest.logprobs
+                ids, values = (a[row, :count, : s.top].tolist() for a in both)
+                done.likeliest += [dict(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
+            done.calls += int(drawn.calls[row])
+            s.records.append({name: np.asarray(a)[row, :count] for name, a in drawn.records.items()})
+            done.ended = done.tokens[-1] in self._stops
+            done.finished = s.over = done.ended or len(done.tokens) == s.sampling.max_new_tokens
+            self._pool.leave(s.table, s.length)
+            if s.constraint is not None and not done.finished:
+                for token in new:
+                    s.constraint.push(token)
+                s.allowed = s.constraint.allowed()
+        self._sweep()
+        for row, s in enumerate(self._rows):
+            if s and s.draws and self._left_until_read_anew(s) == 0:
+                self._requeue(row)
+
     def _sweep(self) -> None:
         """Frees the rows of finished completions, keeps what is to be kept, and removes them from the queue."""
         for row, s in enumerate(self._rows):
             if s and s.completion.finished:
-                if s.keep and s.draws:
+                if s.keep and s.draws and (s.over or not self._ahead(s)):
                     self._keep(s.completion, s, s.length)
-                s.completion.records = self._joined(s.records)
+                elif s.keep and self._all_in_pages and s.length > len(s.prompt.tokens):
+                    self._keep(s.completion, s, s.length - 1)  # the step on its way replaces the logits after the last
+                s.completion.records = self._joined(s.records, s.length)
                 self._leave(row)
         for prompt in self._queue:
             prompt.waiting = collections.deque(s for s in prompt.waiting if not s.completion.finished)
@@ -365,6 +428,8 @@ class Engine:
         s = self._rows[row]
         assert s is not None
         self._rows[row] = None
+        for flight in self._flights:
+            flight.rows.pop(s, None)
         self._pool.release(s.table)
         return s
 
@@ -394,14 +459,14 @@ class Engine:
 
     def _keep(self, key: Hashable, s: _Sequence, length: int) -> None:
         """Keeps what a sequence in a row has read, as a prefix of so many tokens."""
-        in_chunks = length < len(s.prompt.tokens)
-        row = None if in_chunks and self._all_in_pages else take(self._state, np.array(self._rows.index(s)))
-        table = self._pool.share(s.table, length)
-        self._prefixes.put(key, Prefix(length, table, row, s.prompt.long, in_chunks, self._joined(s.records)))
+        logits = length == s.length or not self._all_in_pages
+        row = take(self._state, np.array(self._rows.index(s))) if logits else None
+        table, records = self._pool.share(s.table, length), self._joined(s.records, length)
+        self._prefixes.put(key, Prefix(length, table, row, s.prompt.long, length < len(s.prompt.tokens), records))
 
-    def _joined(self, records: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """Joins what was recorded of the parts of a text."""
-        return {name: np.concatenate([part[name] for part in records]) for name in self._record if records}
+    def _joined(self, records: Sequence[dict[str, np.ndarray]], length: int) -> dict[str, np.ndarray]:
+        """Joins what was recorded of the parts of a text, up to a length."""
+        return {name: np.concatenate([part[name] for part in records])[:length] for name in self._record if records}
 
     def _find(self, prompt: _Prompt) -> Prefix | None:
         """Finds a prefix of a prompt: all of it, the completion that it continues, or as many chunks as possible."""
@@ -430,7 +495,8 @@ class Engine:
         """Gives free rows to sequences of the queue, as many as there is memory for."""
         turns = self._turns(self._rows.count(None))
         starts = ((s, s.length if s.draws else s.read) for s in self._rows if s)
-        promised = sum((self._wanted(s.table, start, s.length) for s, start in starts), np.zeros_like(self._pool.most))
+        wanted = (self._wanted(s.table, start, self._end_of_step(s)) for s, start in starts)
+        promised = sum(wanted, np.zeros_like(self._pool.most))
         for prompt, most in turns.items():
             count = next((n for n in range(most) if not self._fits(prompt, n, promised)), most)
             found = self._find(prompt)
@@ -450,22 +516,29 @@ class Engine:
             found, length = self._find(prompt), len(prompt.tokens)
             table, start = (found.table, found.length) if found else (self._pool.empty(), 0)
             table, start = (self._pool.empty(), length) if others else (table, start)
-            wanted = self._wanted(table, start, length)
+            wanted = self._wanted(table, start, self._after_step(length))
             if (promised + wanted <= self._pool.free).all():
                 promised += wanted
                 return True
             if not self._prefixes.evict():
                 return False
 
-    def _wanted(self, table: Table, start: int, length: int) -> Int[np.ndarray, " windows"]:
-        """Counts the pages that a sequence takes, of each window, to have its tokens from `start` on, and those that it
-        draws in a step after `length` tokens."""
-        lacking = self._pool.lacking(table, start, self._end_of_step(length))
+    def _wanted(self, table: Table, start: int, end: int) -> Int[np.ndarray, " windows"]:
+        """Counts the pages that a sequence takes, of each window, to have its tokens from `start` to `end` - 1."""
+        lacking = self._pool.lacking(table, start, end)
         return np.minimum([len(entries) for entries in lacking], self._pool.most).astype(int)
 
-    def _end_of_step(self, length: int) -> int:
+    def _end_of_step(self, s: _Sequence) -> int:
+        """Returns the position before which the next step writes in a sequence's row."""
+        return self._after_step(s.length + self._ahead(s))
+
+    def _after_step(self, length: int) -> int:
         """Returns the position before which a step writes in a row with so many tokens."""
         return min(length + room(self.draft, self.stride), room(self.draft, self.max_tokens))
+
+    def _ahead(self, s: _Sequence) -> int:
+        """Returns the most tokens that a sequence gets by the steps on their way."""
+        return sum(room(self.draft, self.stride) for flight in self._flights if s in flight.rows)
 
     def _begin(self, prompt: _Prompt, prefix: Prefix | None, count: int) -> None:
         """Puts `count` sequences that wait after a prompt into free rows, from this prefix of the prompt on."""
@@ -506,7 +579,8 @@ class Engine:
     def _reserve(self, s: _Sequence, start: int, end: int) -> bool:
         """Makes these positions of a sequence ones that may be written. Returns whether the sequence still has a row.
 
-        For that it forgets prefixes, and then takes the rows of sequences that came later, or the sequence's own.
+        For that it forgets prefixes, reads what is on its way, and then takes the rows of sequences that came later, or
+        the sequence's own.
         """
         while s in self._rows:
             copies = self._pool.reserve(s.table, start, end)
@@ -514,7 +588,11 @@ class Engine:
                 for to_make, new in zip(self._copies, copies, strict=True):
                     to_make.update(new)
                 return True
-            if not self._prefixes.evict():
+            if self._prefixes.evict():
+                continue
+            if self._flights:  # sequences may have ended, or drawn fewer tokens than they might
+                self._read_flight()
+            else:
                 self._requeue(max((x.turn, row) for row, x in enumerate(self._rows) if x)[1])
         return False
 
@@ -586,23 +664,27 @@ class Engine:
             if s.draws and s.prompt.waiting:
                 self._keep(s.prompt, s, end)
 
-    def _table(self) -> Rows:
-        """Returns each row's sequence as arrays for the compiled functions."""
-        rows = self._rows
-        column = lambda of, off: np.array([off if s is None else of(s) for s in rows], np.int32)
-        drawn = lambda s: len(s.completion.tokens)
-        left = lambda s: min(s.sampling.max_new_tokens - drawn(s), self._left_until_read_anew(s) or self.max_tokens)
-        left_now = lambda s: left(s) if s.draws else 0
-        some = next(s for s in rows if s)
+    def _left(self, s: _Sequence) -> int:
+        """Returns the number of tokens that a sequence may still draw in its row, those on their way included."""
+        left = s.sampling.max_new_tokens - len(s.completion.tokens)
+        return min(left, self._left_until_read_anew(s) or self.max_tokens)
+
+    def _table(self, running: Sequence[tuple[int, _Sequence]]) -> Rows:
+        """Returns the sequences of the rows that draw as arrays for the compiled functions."""
+        rows, zeros = dict(running), np.zeros(len(self._rows), np.int32)
+        progress, ahead = Progress(zeros - 1, zeros.copy(), zeros.copy()), zeros.astype(bool)
+        for row, s in running:
+            progress.positions[row], progress.drawn[row] = s.length, len(s.completion.tokens)
+            progress.left[row], ahead[row] = self._left(s), any(s in flight.rows for flight in self._flights)
+        each = [rows.get(row) for row in range(len(zeros))]
         return Rows(
-            positions=column(lambda s: s.length, -1),
-            drawn=column(drawn, 0),
-            left=column(left_now, 0),
-            keys=np.stack([(s or some).key for s in rows]),
+            progress,
+            ahead,
+            keys=np.stack([(s or running[0][1]).key for s in each]),
             settings=settings(
-                [s.sampling if s else Sampling() for s in rows],
-                allowed=[s and s.allowed for s in rows],
-                constrained=[s is not None and s.constraint is not None for s in rows],
+                [s.sampling if s else Sampling() for s in each],
+                allowed=[s and s.allowed for s in each],
+                constrained=[s is not None and s.constraint is not None for s in each],
                 raw_logprobs=self.raw_logprobs,
             ),
             record=self._record,

@@ -313,9 +313,10 @@ def advance(
     accepted.
     """
     (model, draft), stops, table, pages = inputs
-    batch, k, settings = len(table.left), draft.num_draft_tokens, table.settings
+    now, k, settings = table.now(state), draft.num_draft_tokens, table.settings
+    batch = len(now.left)
     rounds, vocab = max(1, steps // (k + 1)), state.logits.shape[1]
-    prompt = table.positions - table.drawn
+    prompt = now.positions - now.drawn
     row, index = jnp.arange(batch), jnp.broadcast_to(jnp.arange(k + 1), (batch, k + 1))
     here = lambda x, at: x[row, at]
 
@@ -326,9 +327,9 @@ def advance(
     def body(carry: Any) -> Any:
         n, left, state, drawn = carry
         (cache, draft_cache), past = state.caches, state.draft_state
-        key = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(table.keys)), table.drawn + drawn.count)
+        key = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(table.keys)), now.drawn + drawn.count)
         at = functools.partial(_at, left)
-        start = (table.positions + drawn.count)[:, None]  # the position of the next token
+        start = (now.positions + drawn.count)[:, None]  # the position of the next token
 
         # The first token is drawn from p, or after a rejection from max(p - q, 0).
         penalized = settings.permitted(settings.penalized(state.logits, state.tokens, prompt, start[:, 0]))
@@ -362,7 +363,7 @@ def advance(
         accepted = jnp.maximum(count - 1, 0)
         # Rejected tokens stay in the caches. Until they are overwritten, their positions are later than any query's, so
         # causality hides them.
-        after = DraftState(
+        unread = DraftState(
             x[..., : draft.features].astype(past.x.dtype),
             jnp.pad(drafts, ((0, 0), (0, 1))),
             accepted,
@@ -370,14 +371,14 @@ def advance(
         )
         # A row that had no more to draw stays as it is, so that it may go on later.
         kept = lambda old, new: jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-        logits, past = jax.tree.map(kept, (state.logits, past), (here(logits, accepted), after))
-        return n + 1, left, State(written, (cache, draft_cache), logits, past), new
+        logits, past = jax.tree.map(kept, (state.logits, past), (here(logits, accepted), unread))
+        return n + 1, left, State(written, (cache, draft_cache), logits, past, state.progress), new
 
     state = eqx.tree_at(lambda s: s.caches, state, rows.with_tables(state.caches, pages))
     records = shapes_of_records(model, state.caches[0], batch, table.record)
-    start = (jnp.array(0), table.left, state, Drawn.init(batch, rounds * (k + 1), top, records))
-    _, _, state, drawn = jax.lax.while_loop(unfinished, body, start)
-    return state, drawn
+    start = (jnp.array(0), now.left, state, Drawn.init(batch, rounds * (k + 1), top, records))
+    _, left, state, drawn = jax.lax.while_loop(unfinished, body, start)
+    return eqx.tree_at(lambda s: s.progress, state, now.after(drawn.count, left)), drawn
 
 
 _fold = jax.vmap(jax.random.fold_in, (0, None))
