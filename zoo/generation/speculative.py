@@ -337,8 +337,8 @@ def advance(
         token = _categorical(_fold(key, k + 1), jnp.log(rest))
 
         known = write(state.tokens, token[:, None], at(start))
-        now = Round(known, token, start, left, key, settings, vocab)
-        drafts, q, draft_cache = draft.propose(now, past, draft_cache)
+        ahead = Round(known, token, start, left, key, settings, vocab)
+        drafts, q, draft_cache = draft.propose(ahead, past, draft_cache)
 
         # The model reads them all at once.
         tokens = jnp.concatenate([token[:, None], drafts], axis=1)
