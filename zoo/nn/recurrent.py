@@ -70,7 +70,7 @@ class RecurrentCache(AbstractCache):
         first = jnp.min(jnp.where(positions < 0, NEVER, positions), axis=1)
         # A row of padding alone keeps slot 0 as it is. Before position 0 is nothing, whatever the row has of another.
         before = jnp.where(first == NEVER, 0, jnp.where(first == 0, -1, first % slots))
-        after = (jnp.max(positions, axis=1) + 1) % slots
+        after = jnp.where(first == NEVER, 0, (jnp.max(positions, axis=1) + 1) % slots)
         state, tail = (Slots(kept, self.layer, before, after) for kept in (self.state, self.tail))
         y, state, last = step(x, state, tail.read(), Tokens(positions))
         assert isinstance(state, Slots)
