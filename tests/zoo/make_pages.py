@@ -29,6 +29,7 @@ from zoo.weights.checkpoint import skeleton
 
 
 ROOT = pathlib.Path(__file__).parents[2]
+NAMED = {name: family for name, family in FAMILIES.items() if family.configs}  # the others have no released sizes
 PAGES, KEPT = ROOT / "docs/models", pathlib.Path(__file__).with_name("pages.json")
 # Column -> what JAX calls the device.
 CARDS = {"H100": ("NVIDIA H100", "gpu"), "RTX 4090": ("NVIDIA GeForce RTX 4090", "gpu"), "T4": ("Tesla T4", "gpu"),
@@ -108,7 +109,7 @@ def parameters(family: str, model: str) -> int:
 
 def words(name: str) -> tuple[str, str]:
     """Returns the first sentence of a family's file and the rest, with links to papers."""
-    doc = sys.modules[FAMILIES[name].Config.__module__].__doc__ or ""
+    doc = sys.modules[NAMED[name].Config.__module__].__doc__ or ""
     doc = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", doc.strip())
     first, _, rest = doc.partition("\n\n")
     join = lambda text: "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
@@ -157,7 +158,7 @@ def plans(family: Family) -> list[str]:
 
 def page(name: str, numbers: Mapping[str, Any]) -> str:
     """Returns a family's page."""
-    family, (first, rest) = FAMILIES[name], words(name)
+    family, (first, rest) = NAMED[name], words(name)
     file = f"zoo/models/{name}.py"
     out = [f"<!-- python -m tests.zoo.make_pages {name} -->", f"# {family.title}", "", first, "", rest, ""]
     out += [f"The code is [{file}](../../{file}), and its tests' checkpoints are `tests/zoo/tiny/{name}.py`.", ""]
@@ -203,7 +204,7 @@ def page(name: str, numbers: Mapping[str, Any]) -> str:
 def is_current(name: str, kept: Mapping[str, Any]) -> bool:
     """Whether a family's page is what would be written now, and has the sizes of every model."""
     known = kept.get(name, {"sizes": {}})
-    sized = all(names[0] in known["sizes"] for _, names in models(FAMILIES[name]))
+    sized = all(names[0] in known["sizes"] for _, names in models(NAMED[name]))
     return sized and (PAGES / f"{name}.md").read_text() == page(name, known)
 
 
@@ -217,14 +218,13 @@ def index() -> str:
     ]
     out[-1] += ' that they take, and the kernels that serve them. Models are loaded by name: `zoo.load("qwen3-0.6b")`.'
     out += ["", "| family | models | parameters | |", "|---|---|---|---|"]
-    for name, family in FAMILIES.items():
+    for name, family in NAMED.items():
         counts = [parameters(name, model) for model in family.configs]
         sizes = " to ".join(dict.fromkeys(map(billions, (min(counts), max(counts)))))
         out.append(f"| [{family.title}]({name}.md) | {len(family.configs)} | {sizes} | {words(name)[0]} |")
     out += ["", "## All names", ""]
     out += [
-        f"- {family.title}: {', '.join(linked(family, each) for each in family.configs)}"
-        for family in FAMILIES.values()
+        f"- {family.title}: {', '.join(linked(family, each) for each in family.configs)}" for family in NAMED.values()
     ]
     return "\n".join(out) + "\n"
 
@@ -232,7 +232,7 @@ def index() -> str:
 def write(again: list[str]) -> None:
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     PAGES.mkdir(exist_ok=True)
-    for name, family in FAMILIES.items():
+    for name, family in NAMED.items():
         kept[name] = compute(family, name in again, kept.get(name, {}))
         KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
         (PAGES / f"{name}.md").write_text(page(name, kept[name]))
