@@ -187,7 +187,9 @@ class Example:
             with urllib.request.urlopen(request, timeout=LIMIT) as answer:
                 return answer.read().decode()
         if self.language == "js":
-            with tempfile.TemporaryDirectory() as folder, browser.Browser(pathlib.Path(folder)) as page:
+            # A browser that is closed may still write to its folder.
+            scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            with scratch as folder, browser.Browser(pathlib.Path(folder)) as page:
                 page.open(f"{base}/")
                 page.wait('document.readyState == "complete"')
                 said = "const said = [], console = {log: text => said.push(text)};"
