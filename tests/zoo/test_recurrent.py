@@ -76,6 +76,14 @@ def test_tokens_taken_back(whole):
     assert error(out[0, 5:11], whole[0, 5:11]) < 1e-5 and error(out[1, 5:9], whole[1, 5:9]) < 1e-5
 
 
+@pytest.mark.parametrize("padding", [-1, -2])
+def test_padding_keeps_every_state(padding):
+    """A call in which a row is padding alone leaves all of its states, also those for tokens to be taken back."""
+    _, cache = read(empty(3), [range(3)] * 2, [range(3, 6)] * 2)
+    _, new = call(cache, np.full_like(X[:, :2], np.nan), np.full((2, 2), padding))
+    jax.tree.map(np.testing.assert_array_equal, new, cache)
+
+
 def test_a_row_begins_again(whole):
     _, cache = read(empty(), ([*range(7)], [*range(7)]))
     out, _ = read(cache, ([*range(7)], [-1] * 7), ([7], [7]))
