@@ -19,6 +19,8 @@ COMMANDS = {
     "grpo": ("train.grpo", "train with rewards: GRPO, DAPO, Dr. GRPO, GSPO"),
     "reward": ("train.reward", "train a model that rates texts"),
     "classify": ("train.classify", "train a classifier"),
+    "embed": ("train.embed", "train a model that embeds texts"),
+    "mine": ("train.mine", "find hard negatives by a model that embeds"),
     "distill": ("train.distill", "train on a larger model's predictions"),
     "inspect": ("train.inspect", "count and check the data of a run"),
     "prepare": ("train.prepare", "tokenize and pack data once"),
