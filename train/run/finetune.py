@@ -9,21 +9,17 @@ from typing import Any, ClassVar, Literal, TypeVar
 import jax
 from jax.sharding import Mesh
 
-import zoo
 from train.base.options import Group, option
-from train.run import defaults, folder, loop
+from train.run import defaults, folder, headed, loop
 from train.run.options import Options
 from train.run.start import start
 from train.state import state
 from train.state.state import Lora
 from train.step.task import Task
-from zoo.nn.heads import AbstractHead, Kind
+from zoo.nn.heads import AbstractHead
 from zoo.nn.model import AbstractConfig, AbstractModel
-from zoo.registry import family_of
 from zoo.source import Source
-from zoo.surgery import shardings, with_head
 from zoo.text.tokenizer import Tokenizer
-from zoo.weights.heads import is_classifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,12 +57,12 @@ def resolve(options: O, config: AbstractConfig, *, width_lr: float) -> O:
 def load(options: FineTuningOptions, model: Source, mesh: Mesh, head: AbstractHead | None = None) -> AbstractModel:
     """Loads the model that the options name, placed on the mesh; with new adapters if --lora.rank is given.
 
-    With a `head`, it gets the checkpoint's own head of that kind; or `head`, if the checkpoint has none.
+    `head` is that of `train.run.headed.load`.
     """
     if options.lora.rank:
         frozen = load_frozen(options, model, mesh, head)
         return state.add_adapters(frozen, options.lora, mesh, seed=options.seed)
-    return _with_head(zoo.load(model, mesh=mesh, parts=options.parts, head=_stored(model, head)), mesh, head)
+    return headed.load(model, mesh, head, parts=options.parts)
 
 
 def load_frozen(
@@ -74,23 +70,7 @@ def load_frozen(
 ) -> AbstractModel:
     """Loads the model that the options name, for use without training it: in --compute-dtype, or quantized."""
     quantize, dtype = None if options.quantize == "none" else options.quantize, options.step.compute_dtype
-    loaded = zoo.load(model, dtype=dtype, quantize=quantize, mesh=mesh, parts=options.parts, head=_stored(model, head))
-    return _with_head(loaded, mesh, head)
-
-
-def _stored(model: Source, head: AbstractHead | None) -> Kind | None:
-    """Returns the head to load: of `head`'s kind if the checkpoint has one, or else one without weights."""
-    if head is None:
-        return None
-    return head.kind if head.kind == "embedding" or is_classifier(model.config_json) else "embedding"
-
-
-def _with_head(model: AbstractModel, mesh: Mesh, head: AbstractHead | None) -> AbstractModel:
-    """Gives a loaded model the `head`, in float32 and placed on the mesh, unless it has one of that kind."""
-    if head is None or (model.head is not None and model.head.kind == head.kind):
-        return model
-    model = with_head(model, head)
-    return jax.device_put(model, shardings(model, family_of(model).partition_rules, mesh))
+    return headed.load(model, mesh, head, dtype=dtype, quantize=quantize, parts=options.parts)
 
 
 def run(
