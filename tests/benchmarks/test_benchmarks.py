@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 import warnings
 
 import jax
@@ -32,6 +33,9 @@ def here(monkeypatch):
 
     JAX is as strict as in a worker, and warnings are not errors.
     """
+
+    # `benchmarks.common.import_transformers` hides it, and other tests of this process need it.
+    monkeypatch.setitem(sys.modules, "kernels", sys.modules["kernels"])
 
     class Pipe:
         """Both ends of a pipe: passes one call to the worker's loop, and receives the answer."""
