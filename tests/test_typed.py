@@ -1,4 +1,4 @@
-"""Types are checked in the tiers and modules where they should be."""
+"""Types are checked in the tiers and modules where they should be, and all code is installed."""
 
 import ast
 import pathlib
@@ -48,3 +48,10 @@ def test_users_type_checkers_read_ours():
         r"<!-- generate -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL
     )
     assert {line.split("  #")[0].strip() for line in example.splitlines()} <= set(map(str.strip, public.splitlines()))
+
+
+def test_all_folders_of_code_are_installed():
+    """Every folder with Python files is among the packages of pyproject.toml, so that a wheel has all of the code."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {file.parent.relative_to(ROOT) for package in typed.PACKAGES for file in (ROOT / package).rglob("*.py")}
+    assert sorted(".".join(folder.parts) for folder in folders) == sorted(listed)
