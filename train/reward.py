@@ -40,7 +40,8 @@ class RewardOptions(finetune.FineTuningOptions):
 
     data: tuple[str, ...] = option((str(train.tiny.PREFERENCES),), group=Group.DATA, identity=False)
     """Files, folders of them, globs, URLs or hf:NAME; docs/data.md lists the formats. A record has
-    chosen and rejected, and prompt unless they share their beginning."""
+    chosen and rejected, prompt unless they share their beginning, and optionally margin, a number by which the reward
+    of chosen should exceed the other."""
     centre: float = 0.0
     """Weight of (chosen + rejected)^2 in the loss, which keeps rewards near 0; 0.01 is usual. 0: without this term."""
     epochs: int = option(0, group=Group.STEP)
@@ -65,10 +66,10 @@ def objective(
     values, mask = model.head.score(x)[..., 0].astype(jnp.float32), batch["loss_mask"]
     of_documents = functools.partial(loss.per_document, segments=batch["segments"], mask=mask, documents=2 * PAIRS)
     rewards, present = of_documents(values), of_documents(jnp.ones(mask.shape))[:, ::2] > 0
-    chosen, rejected = rewards[:, ::2], rewards[:, 1::2]
+    chosen, rejected, least = rewards[:, ::2], rewards[:, 1::2], of_documents(batch["margin"])[:, ::2]
     margin = chosen - rejected
     metrics = {
-        "loss": loss.bradley_terry(chosen, rejected, centre=centre),
+        "loss": loss.bradley_terry(chosen, rejected, least, centre=centre),
         "chosen_reward": chosen, "rejected_reward": rejected,
         "margin": margin, "accuracy": (margin > 0).astype(jnp.float32),
     }  # fmt: skip

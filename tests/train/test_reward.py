@@ -15,6 +15,7 @@ from tests.train.batching import batches
 from tests.train.conftest import command, devices
 from train import reward
 from train.data import preferences
+from train.data.record import Record
 from train.data.records import open_records
 from train.step import loss
 from train.watch.metrics import read_metrics
@@ -25,14 +26,16 @@ from zoo.surgery import with_head
 
 pytestmark = pytest.mark.usefixtures("quick")
 REWARDS = np.random.RandomState(0).standard_normal((2, 7)).astype(np.float32)
+MARGINS = np.array([0.0, 1.5, 0.0, -0.5, 3.0, 0.25, 0.0], np.float32)
 
 
 @pytest.fixture(scope="module")
 def pairs(base):
-    """Returns a file of words: capitals are chosen, and the word backwards is rejected."""
+    """Returns a file of words: capitals are chosen, and the word backwards is rejected. The first four have margins."""
     random = np.random.RandomState(0)
     words = ["".join(random.choice(list("abcdefgh"), random.randint(3, 5))) for _ in range(64)]
-    lines = [json.dumps({"prompt": f"{word} ", "chosen": word.upper(), "rejected": word[::-1]}) for word in words]
+    fields = [{"prompt": f"{word} ", "chosen": word.upper(), "rejected": word[::-1]} for word in words]
+    lines = [json.dumps(pair | ({"margin": 0.5 * n} if n < 4 else {})) for n, pair in enumerate(fields)]
     (base / "pairs.jsonl").write_text("\n".join(lines) + "\n")
     return base / "pairs.jsonl"
 
@@ -53,8 +56,8 @@ def rows_of(base, pairs, count, seq_len):
 
 def test_the_loss():
     chosen, rejected = REWARDS
-    found = loss.bradley_terry(jnp.asarray(chosen), jnp.asarray(rejected), centre=0.1)
-    np.testing.assert_allclose(found, np.log1p(np.exp(rejected - chosen)) + 0.1 * (chosen + rejected) ** 2, rtol=1e-5)
+    found = loss.bradley_terry(*map(jnp.asarray, (chosen, rejected, MARGINS)), centre=0.1)
+    np.testing.assert_allclose(found, np.log1p(np.exp(rejected + MARGINS - chosen)) + 0.1 * (chosen + rejected) ** 2, rtol=1e-5)
 
 
 @pytest.mark.live
@@ -63,9 +66,9 @@ def test_the_loss_equals_trls():
     trainer = pytest.importorskip("trl.trainer.reward_trainer").RewardTrainer
     logits = torch.tensor(REWARDS.reshape(-1, 1), dtype=torch.float64)
     stand_in = trl.Trainer(args=trl.Namespace(center_rewards_coefficient=0.1), _total_train_tokens=0, _tp_size=1)
-    inputs = {"attention_mask": torch.ones(14, 3)}
+    inputs = {"attention_mask": torch.ones(14, 3), "margin": torch.tensor(MARGINS, dtype=torch.float64)}
     want = trainer.compute_loss(stand_in, lambda **_: trl.Namespace(logits=logits), inputs)
-    found = loss.bradley_terry(*jnp.asarray(REWARDS), centre=0.1)
+    found = loss.bradley_terry(*jnp.asarray(REWARDS), jnp.asarray(MARGINS), centre=0.1)
     np.testing.assert_allclose(jnp.mean(found), want, rtol=1e-5)
 
 
@@ -74,6 +77,9 @@ def test_packing_changes_nothing(base, pairs, judge):
     objective = jax.jit(functools.partial(reward.objective, centre=0.1))
     packed, spread = (rows_of(base, pairs, 4, seq_len) for seq_len in (64, 20))
     assert packed["segments"].max() > 4 > spread["segments"].max()
+    for batch in (packed, spread):
+        ends = batch["loss_mask"] > 0
+        assert sorted(batch["margin"][ends].tolist()) == [0, 0, 0.5, 0.5, 1, 1, 1.5, 1.5]
     _, counts, sums, _ = zip(*(objective(judge, batch) for batch in (packed, spread)), strict=True)
     assert counts[0] == counts[1] == 4
     for name, value in sums[0].items():
@@ -87,6 +93,16 @@ def test_packing_changes_nothing(base, pairs, judge):
         padded[0, : len(ids)] = ids
         chosen += jax.jit(lambda m, t, s: m(t, segments=s))(judge, padded, (np.arange(16)[None] < len(ids)).astype(int))
     np.testing.assert_allclose(sums[0]["chosen_reward"], chosen[0], rtol=1e-4)
+    without = objective(judge, packed | {"margin": jnp.zeros_like(packed["margin"])})[2]
+    assert sums[0]["loss"] > without["loss"] + 1 and sums[0]["margin"] == without["margin"]
+
+
+def test_bad_margins_are_named(base):
+    record = Record("pairs.jsonl:3", {"prompt": "", "chosen": "a", "rejected": "b", "margin": "much"})
+    with pytest.raises(ValueError, match=r"pairs.jsonl:3: margin is 'much', and must be a number"):
+        preferences.encode_pairs(
+            record, record, zoo.tokenizer(base / "model"), vocab_size=64, unpaired=False, scored=True
+        )
 
 
 def arguments(base, pairs, out, *more):

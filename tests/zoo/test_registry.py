@@ -109,5 +109,8 @@ def test_facts(name):
         assert read(family, facts[form] | UNRECORDED.get(name, {})) == zoo.config(name)
     assert registry.REPOSITORIES[INSTRUCT.get(name, name)] == facts["hf_repo"]
     vision = getattr(tiny.MODULES[family.name], "vision_parameters", lambda config: 0)
-    text = sum(math.prod(x.shape) for x in jax.tree.leaves(skeleton(zoo.config(name))))
+    config = zoo.config(name)
+    text = sum(math.prod(x.shape) for x in jax.tree.leaves(skeleton(config)))
+    if facts["transformers_class"].endswith("ForSequenceClassification"):  # a row for each label is the head
+        text += (len(facts["config"]["id2label"]) - config.vocab_size) * config.hidden_size
     assert text + vision(facts["config"]) == facts["verified_params"]

@@ -9,12 +9,14 @@ pair, 3 and 4 the next one. A pair is
   "desirable" [seq] is 1 in pairs of a desirable completion.
 
 For a reward model (`scored`) documents have all of their tokens, but for `pad` at the end, and only the last token is
-in the `loss_mask`: the model's features there give the document's reward.
+in the `loss_mask`: the model's features there give the document's reward. The array "margin" [seq], float32, is the
+record's `margin`, or 0.
 """
 
 import collections
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,7 +35,8 @@ from zoo.text.tokenizer import Tokenizer
 
 FORMATS = (
     "chosen and rejected (both strings or both lists of messages), and prompt of the same kind unless they share their "
-    "beginning; or prompt, completion and label (true or false), for KTO"
+    "beginning; or prompt, completion and label (true or false), for KTO; and for a reward model optionally margin (a "
+    "number)"
 )
 PAIRS = 32  # largest number of pairs in a row
 
@@ -95,11 +98,16 @@ def _is_within(prompt: Any, chosen: Any, rejected: Any) -> bool:
 class Pair(NamedTuple):
     first: Example
     second: Example
-    desirable: bool
+    desirable: bool = True
+    margin: float = 0.0  # by which the first one's reward should exceed the second one's
 
 
-def encode_pairs(record: Record, other: Record, tokenizer: Tokenizer, *, vocab_size: int, unpaired: bool) -> list[Pair]:
+def encode_pairs(
+    record: Record, other: Record, tokenizer: Tokenizer, *, vocab_size: int, unpaired: bool, scored: bool = False
+) -> list[Pair]:
     """Tokenizes the pairs of a record. If `unpaired`, each completion is paired with one of the `other` record.
+
+    Only if `scored`, the record's margin is read.
 
     Raises:
         ValueError: the record cannot be used for this loss; names file and line.
@@ -115,7 +123,14 @@ def encode_pairs(record: Record, other: Record, tokenizer: Tokenizer, *, vocab_s
     if len(own) == 1:
         raise BadRecord(record.where, " has a completion and a label, which only train.dpo --loss kto learns from.")
     chosen, rejected = map(example, own)
-    return [Pair(chosen, rejected, True)]
+    return [Pair(chosen, rejected, margin=_margin(record) if scored else 0.0)]
+
+
+def _margin(record: Record) -> float:
+    margin = record.fields.get("margin", 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise BadRecord(record.where, f": margin is {margin!r}, and must be a number.")
+    return float(margin)
 
 
 def _example(c: Completion, record: Record, tokenizer: Tokenizer, vocab_size: int) -> Example:
@@ -147,7 +162,7 @@ def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, *, vocab_size: i
 
 def shorten(pair: Pair, room: int) -> Pair:
     """Cuts the ends of a pair's documents if together they exceed `room` tokens. The longer document is cut first."""
-    first, second, desirable = pair
+    first, second = pair.first, pair.second
     limit = max(room // 2, room - min(len(first.ids), len(second.ids)))
 
     def cut(example: Example) -> Example:
@@ -157,7 +172,7 @@ def shorten(pair: Pair, room: int) -> Pair:
             places = places[:end]
         return Example(example.ids[:end], example.mask[:end], example.whole, places)
 
-    return Pair(cut(first), cut(second), desirable)
+    return pair._replace(first=cut(first), second=cut(second))
 
 
 def is_learnt(pair: Pair) -> bool:
@@ -196,7 +211,7 @@ def pack(
     )
     both = grain.experimental.ZipMapDataset((numbered, before))
     pairs = both.map(to_pairs)  # pyright: ignore[reportArgumentType] (typed as if not zipped)
-    return map(_named, fill(pairs, seq_len=seq_len, packing="fit", most=PAIRS))
+    return map(functools.partial(_named, scored=scored), fill(pairs, seq_len=seq_len, packing="fit", most=PAIRS))
 
 
 def _columns(
@@ -210,17 +225,18 @@ def _columns(
 ) -> list[dict[str, Int32[np.ndarray, "length columns"]]]:
     """Returns each pair's columns: token, target, mask of the target, document (0 or 1), position in it, desirable.
 
-    For a model with vision there are three more columns: the number of the record, the token's picture and its feature.
+    If `scored`, the bits of the margin stand in the place of desirable. For a model with vision there are three more columns: the number of the record, the token's picture and its feature.
     """
     found, ((record_number, record), (_, other)) = [], numbered
-    for pair in encode_pairs(record, other, tokenizer, vocab_size=vocab_size, unpaired=unpaired):
+    for pair in encode_pairs(record, other, tokenizer, vocab_size=vocab_size, unpaired=unpaired, scored=scored):
+        label = np.float32(pair.margin).view(np.int32) if scored else pair.desirable
         if is_learnt(pair := shorten(pair, _room(seq_len, scored))):
             documents = []
             for number, (ids, mask, _, places) in enumerate((pair.first, pair.second)):
                 if scored:
                     ids, mask = with_last(ids, 0, pad)
                 same = np.ones(len(ids) - 1, int)
-                columns = [ids[:-1], ids[1:], mask[1:], number * same, np.arange(len(same)), pair.desirable * same]
+                columns = [ids[:-1], ids[1:], mask[1:], number * same, np.arange(len(same)), label * same]
                 if tokenizer.processor is not None:
                     places = np.zeros((len(ids), 2), int) if places is None else places
                     columns += [record_number * same, *places[:-1].T]
@@ -234,10 +250,13 @@ def _room(seq_len: int, scored: bool) -> int:
     return seq_len if scored else seq_len + 2
 
 
-def _named(row: dict[str, np.ndarray]) -> Row:
-    names = ("tokens", "targets", "loss_mask", "second", "positions", "desirable", "record", "picture", "feature")
+def _named(row: dict[str, np.ndarray], scored: bool) -> Row:
+    label = "margin" if scored else "desirable"
+    names = ("tokens", "targets", "loss_mask", "second", "positions", label, "record", "picture", "feature")
     named = dict(zip(names, np.ascontiguousarray(row["columns"].T), strict=False))
     pairs, second = row["columns_segment_ids"], named.pop("second")
+    if scored:
+        named[label] = named[label].view(np.float32)
     return named | {"segments": np.where(pairs > 0, 2 * pairs - 1 + second, 0)}
 
 
@@ -261,7 +280,7 @@ def survey(
         ValueError: some records cannot be learnt from, or there is nothing to learn.
     """
     indices = np.linspace(0, len(records) - 1, min(sample, len(records))).astype(int).tolist()
-    options: dict[str, Any] = dict(vocab_size=vocab_size, unpaired=unpaired)
+    options: dict[str, Any] = dict(vocab_size=vocab_size, unpaired=unpaired, scored=scored)
     looked, found, problems = [], [], Problems()
     for i in indices:
         with problems.noted():
@@ -279,8 +298,8 @@ def survey(
             f"completion is empty, or its prompt fills half of a row of {seq_len} tokens."
         )
     source: Any = grain.MapDataset.source(looked)
-    rows = pack(source, tokenizer, seq_len=seq_len, scored=scored, pad=pad, **options)
-    pairs, lengths_of = list(itertools.chain(*found)), lambda pairs: [(len(a.ids), len(b.ids)) for a, b, _ in pairs]
+    rows = pack(source, tokenizer, seq_len=seq_len, pad=pad, **options)
+    pairs, lengths_of = list(itertools.chain(*found)), lambda pairs: [(len(a.ids), len(b.ids)) for a, b, *_ in pairs]
     sizes = [len(pair.first.ids) + len(pair.second.ids) for pair in pairs]
     lengths = np.quantile(sizes, [0, 0.5, 0.95, 1], method="nearest").tolist()
     return Survey(

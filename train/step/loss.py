@@ -166,13 +166,18 @@ def kto_baseline(mismatched: Float[Array, "*completions"], present: Bool[Array, 
 
 
 def bradley_terry(
-    chosen: Float[Array, "*pairs"], rejected: Float[Array, "*pairs"], *, centre: float = 0.0
+    chosen: Float[Array, "*pairs"],
+    rejected: Float[Array, "*pairs"],
+    margin: Float[Array, "*pairs"],
+    *,
+    centre: float = 0.0,
 ) -> Float[Array, "*pairs"]:
     """Computes the loss of a reward model, arXiv:2203.02155, eq. 1: -log sigmoid(chosen - rejected), of two rewards.
 
+    The chosen reward should exceed the other by a `margin` (arXiv:2307.09288, eq. 2), which is taken from the difference.
     `centre` is the weight of (chosen + rejected)^2, which keeps rewards near 0 (arXiv:2312.09244, section 3).
     """
-    return -jax.nn.log_sigmoid(chosen - rejected) + centre * jnp.square(chosen + rejected)
+    return -jax.nn.log_sigmoid(chosen - rejected - margin) + centre * jnp.square(chosen + rejected)
 
 
 # ======================================================================================================================

@@ -103,6 +103,7 @@ CONFIGS = {
     "smollm2-360m-instruct":         Released(SMOLLM2_360M,  "HuggingFaceTB/SmolLM2-360M-Instruct"),
     "smollm2-1.7b":                  Released(SMOLLM2_1_7B,  "HuggingFaceTB/SmolLM2-1.7B"),
     "smollm2-1.7b-instruct":         Released(SMOLLM2_1_7B,  "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
+    "skywork-reward-llama-3.1-8b-v0.2": Released(LLAMA3_1_8B, "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2"),
 }
 # fmt: on
 

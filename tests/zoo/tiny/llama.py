@@ -35,6 +35,7 @@ PARAMETERS = {
     "llama-guard-3-8b": 8_030_261_248, "deepseek-r1-distill-llama-8b": 8_030_261_248,
     "deepseek-r1-distill-llama-70b": 70_553_706_496, "smollm2-135m": 134_515_008, "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
+    "skywork-reward-llama-3.1-8b-v0.2": 8_030_261_248,  # with output embeddings, which the repository lacks
 }  # fmt: skip
 
 
