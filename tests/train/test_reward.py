@@ -57,7 +57,9 @@ def rows_of(base, pairs, count, seq_len):
 def test_the_loss():
     chosen, rejected = REWARDS
     found = loss.bradley_terry(*map(jnp.asarray, (chosen, rejected, MARGINS)), centre=0.1)
-    np.testing.assert_allclose(found, np.log1p(np.exp(rejected + MARGINS - chosen)) + 0.1 * (chosen + rejected) ** 2, rtol=1e-5)
+    np.testing.assert_allclose(
+        found, np.log1p(np.exp(rejected + MARGINS - chosen)) + 0.1 * (chosen + rejected) ** 2, rtol=1e-5
+    )
 
 
 @pytest.mark.live

@@ -38,6 +38,19 @@ def trained(model, *, where=lora.LAYERS, rank=3, alpha=5.0):
     return jax.tree_util.tree_map_with_path(fill, eqx.filter_eval_shape(add, model))
 
 
+@eqx.filter_jit
+def gradients(model, tokens=TOKENS):
+    """Returns the gradients of a model's adapters, of a function of its logits."""
+    adapters, frozen = lora.split(model)
+    return jax.grad(lambda adapters: jnp.sum(jnp.sin(lora.combine(adapters, frozen)(tokens))))(adapters)
+
+
+def assert_like_floats(kept, floats):
+    """Adapters over weights as stored have the gradients that they have over the floats these stand for."""
+    for one, other in zip(*(jax.tree.leaves(gradients(trained(model))) for model in (kept, floats)), strict=True):
+        assert np.abs(other).max() > 0 and error(one, other) < 1e-5
+
+
 def test_added_split_and_merged(load):
     model = load("mixtral")
     fresh = eqx.filter_jit(lambda model: lora.add(model, rank=3, alpha=5.0, key=jax.random.key(0)))(model)

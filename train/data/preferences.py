@@ -225,7 +225,8 @@ def _columns(
 ) -> list[dict[str, Int32[np.ndarray, "length columns"]]]:
     """Returns each pair's columns: token, target, mask of the target, document (0 or 1), position in it, desirable.
 
-    If `scored`, the bits of the margin stand in the place of desirable. For a model with vision there are three more columns: the number of the record, the token's picture and its feature.
+    If `scored`, the bits of the margin stand in the place of desirable. For a model with vision there are three more
+    columns: the number of the record, the token's picture and its feature.
     """
     found, ((record_number, record), (_, other)) = [], numbered
     for pair in encode_pairs(record, other, tokenizer, vocab_size=vocab_size, unpaired=unpaired, scored=scored):

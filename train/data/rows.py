@@ -3,7 +3,8 @@
 A row is a dict of int32 arrays [seq]: `tokens`; `targets`, the token that follows each; `loss_mask`, 1 where the target
 is to be learnt; `segments`, which number the documents of a row from 1 and are 0 in its padding; and `positions`, from
 0 in each document. Rows of preferences have `desirable`, too. Rows with images have the arrays that
-`train.data.pictures` needs, and rows of texts with scores have `score`, of float32.
+`train.data.pictures` needs, rows of texts with scores have `score`, and rows of pairs for a reward model have `margin`;
+the last two are of float32.
 
 The n-th row of a run follows from its seed alone: no buffer is shuffled, and nothing depends on the number of
 processes. So a resumed run finds batch n at once, and each process makes only the rows of its own devices.
@@ -33,7 +34,7 @@ from kernels.mesh import BATCH
 
 Row = dict[str, Shaped[np.ndarray, "seq ..."]]
 BITS = ("loss_mask", "desirable")  # arrays that are 0 or 1
-FLOATS = ("score",)  # arrays of float32
+FLOATS = ("score", "margin")  # arrays of float32
 ENDLESS = 2**31  # epochs; grain counts rows up to 2**63
 
 

@@ -174,8 +174,8 @@ def bradley_terry(
 ) -> Float[Array, "*pairs"]:
     """Computes the loss of a reward model, arXiv:2203.02155, eq. 1: -log sigmoid(chosen - rejected), of two rewards.
 
-    The chosen reward should exceed the other by a `margin` (arXiv:2307.09288, eq. 2), which is taken from the difference.
-    `centre` is the weight of (chosen + rejected)^2, which keeps rewards near 0 (arXiv:2312.09244, section 3).
+    The chosen reward should exceed the other by a `margin`, which is taken from the difference (arXiv:2307.09288, eq.
+    2). `centre` is the weight of (chosen + rejected)^2, which keeps rewards near 0 (arXiv:2312.09244, section 3).
     """
     return -jax.nn.log_sigmoid(chosen - rejected - margin) + centre * jnp.square(chosen + rejected)
 
