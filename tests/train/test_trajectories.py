@@ -26,6 +26,8 @@ from train import grpo
 from train.data.records import Record
 from train.environments import calculator, guess, search
 from train.environments import python as python_
+from train.environments import tiny as tiny_
+from train.environments.__main__ import chats
 from train.methods import environments, trajectories
 from train.methods.environments import Environment, EnvironmentOptions, Host, Journal
 from train.step import loss
@@ -301,6 +303,34 @@ def test_built_in_environments(module, name, tmp_path):
                     assert made.ask("reply", said["content"], after=[]).value == then["content"]
             assert made.ask("reward", after=[]).value == 1.0
             made.close()
+
+
+def test_search(tmp_path):
+    """Lines come by their words, rare ones first, and an answer without a number is right if its words are there."""
+    (tmp_path / "a.md").write_text("The cat sat.\nA bird.\nThe dog ran.\n")
+    with Host("search", 20, 1000) as built_in:
+        made = environment(built_in, folder=str(tmp_path), answer="the dog")
+        found = made.ask("tool", "search", {"words": "the DOG"}, after=[]).value
+        assert json.loads(found) == ["The dog ran.", "The cat sat."]
+        assert made.ask("reply", "It was The Dog!", after=[]).value is None and made.ask("reward", after=[]).value == 1
+        made.close()
+        made = environment(built_in, folder=str(tmp_path / "none"), answer="1")
+        assert "has no texts" in made.ask("tool", "search", {"words": "dog"}, after=[]).error
+        made.close()
+
+
+def test_the_tiny_model(tmp_path):
+    """Its chats are short, and each digit is a token, also in a call and in a result."""
+    tiny_.main(tmp_path)
+    model, tokenizer = zoo.load(tmp_path), zoo.tokenizer(tmp_path)
+    assert tokenizer.vocab_size <= model.config.vocab_size
+    for name, longest in {"calculator": 70, "python": 80, "guess": 30, "search": 60}.items():
+        for chat in chats(name, 3, solved=1.0, seed=5):
+            ids = tokenizer.encode_marked(tokenizer.render_whole(chat["messages"], chat.get("tools")))[0]
+            tokens = [tokenizer.decode([id], special=True) for id in ids]
+            assert "".join(tokens) == tokenizer.render(chat["messages"], tools=chat.get("tools"))
+            assert len(ids) <= longest
+            assert all(len(token) == 1 for token in tokens if any(map(str.isdigit, token)))
 
 
 def test_the_python_tool_is_confined():

@@ -39,7 +39,7 @@ class Search:
         texts = sorted(path for path in folder.rglob("*") if path.suffix in KINDS)
         if not texts:
             raise FileNotFoundError(f"{folder} has no texts: files that end in {' or '.join(KINDS)}")
-        return best([line for path in texts for line in path.read_text("utf-8", "replace").splitlines()], words)
+        return _best([line for path in texts for line in path.read_text("utf-8", "replace").splitlines()], words)
 
     def reply(self, answer: str) -> None:
         self._said = answer
@@ -51,7 +51,7 @@ class Search:
         return float(" ".join(_words(answer)) in " ".join(_words(self._said)))
 
 
-def best(lines: list[str], words: str) -> list[str]:
+def _best(lines: list[str], words: str) -> list[str]:
     """Returns the `MOST` lines that have most of the words; a word counts the more, the fewer lines have it."""
     sets = [{*_words(line)} for line in lines]
     frequency = collections.Counter(word for each in sets for word in each)

@@ -33,7 +33,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 
-Function = Callable[["Episode", Mapping[str, Any]], Coroutine[Any, Any, Any]]  # `rollout(episode, record)`
+Function = Callable[["Episode", Mapping[str, Any]], Coroutine[None, None, float]]  # `rollout(episode, record)`
 SIZE, NUMBER = struct.Struct("<I"), struct.Struct("<q")
 OWN = ("reset", "reply", "reward")  # methods that are no tools
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -93,7 +93,7 @@ def load(name: str) -> type | Function:
     if inspect.isfunction(found):
         return found
     if not isinstance(found, type):
-        raise ValueError(f"{path} has no class {of}")
+        raise ValueError(f"{path} has no class {of}, and no function of that name")
     if lacking := [method for method in ("reset", "reward") if not callable(getattr(found, method, None))]:
         raise ValueError(f"the class {of} has no method `{lacking[0]}`")
     return found
@@ -104,7 +104,7 @@ def describe(environment: type | Function) -> dict[str, Any]:
     `drives`, with the `tools` that are its attribute.
     """
     if not isinstance(environment, type):
-        tools = getattr(environment, "tools", ())
+        tools = vars(environment).get("tools", ())
         described = [dict(each) if isinstance(each, Mapping) else schema(each.__name__, each) for each in tools]
         return {"tools": described, "replies": False, "drives": True}
     methods = {name: each for kind in reversed(environment.__mro__) for name, each in vars(kind).items()}
@@ -217,7 +217,7 @@ class Episode:
         await self._running  # raises what the function has raised
         return None
 
-    async def reward(self) -> Any:
+    async def reward(self) -> float:
         """Returns what the function has returned. At a limit it is cancelled, and the reward is 0 if it raises that."""
         self._running.cancel()
         try:
