@@ -200,7 +200,7 @@ def test_rollout(folder, model):
 
 
 def test_evaluations_draw_no_group_again(folder, model, tmp_path, monkeypatch):
-    """Of equal rewards a group is drawn again in a step, which has the folder of a run, and not in an evaluation."""
+    """A group of equal rewards is drawn again in a step, which has the folder of a run, and not in an evaluation."""
     o, tokenizer, drawn = options(folder, pathlib.Path(), redraws=2), zoo.tokenizer(folder / "model"), []
 
     def complete(model, prompts, *, samples, **_):
