@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from tests.transcripts import PAGES, ROOT, Transcript, transcripts
+from tests.transcripts import PAGES, ROOT, Transcript, files, transcripts
 from tests.zoo import browser
 
 
@@ -55,6 +55,7 @@ SMALL = {
     "train.distill": f"{SHORT} --batch 4",
     "train.grpo": "--seq-len 128 --steps 1 --prompts 2 --group 2 --rollout-batch 4 --max-new-tokens 4",
     "train.environments": "--count 20",
+    "train.environments.tiny": "",
     "train.prepare": "--seq-len 128 --workers 1",
     "train.inspect": "",
     "train.report": "",
@@ -106,8 +107,8 @@ def write_data() -> None:
     groups = [{"anchor": f"the number {n}", "positive": f"number {n}", "negative": [f"{n + 1}"]} for n in range(60)]
     pathlib.Path("texts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in groups))
     pathlib.Path("math.jsonl").write_text('{"prompt": "1 + 1 = ", "answer": "2"}\n' * 4)
-    library = re.search(r"^```python\n(.*?)^```", (ROOT / "docs/agents.md").read_text(), flags=re.DOTALL | re.MULTILINE)
-    pathlib.Path("library.py").write_text(library[1] if library else "")
+    for name, code in files(ROOT / "docs" / "agents.md").items():
+        pathlib.Path(name).write_text(code)
     pathlib.Path("rewards.py").write_text(
         "polite = lambda text, record: float('please' in text)\nbrief = lambda text, record: -len(text)\n"
     )

@@ -49,6 +49,14 @@ class Transcript:
         return "\n".join([where, *diff])
 
 
+def files(page: pathlib.Path) -> dict[str, str]:
+    """Returns the Python files that a page shows: a paragraph that names one stands before its block."""
+    found = re.finditer(
+        r"^[^\n]*`(\w+\.py)`[^\n]*\n\n```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
+    return {each[1]: each[2] for each in found}
+
+
 def transcripts(page: pathlib.Path) -> list[Transcript]:
     """Returns the transcripts of a page."""
     found = []

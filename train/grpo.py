@@ -223,8 +223,7 @@ def main(o: GRPOOptions) -> None:
             if o.dry_run:
                 rich.print(f"The environment {environment} has {trajectories.described(host, next(iter(records)))}.")
         else:
-            of_prompts = functools.partial(rollout, judges=judges, tokenizer=tokenizer, **sampling)
-            sample = lambda model, prompts, n, folder: of_prompts(model, prompts, n)
+            sample = functools.partial(rollout, judges=judges, tokenizer=tokenizer, **sampling)
         task = Task(
             data,
             functools.partial(objective, options=o),

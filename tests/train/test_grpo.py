@@ -26,6 +26,7 @@ from train.methods.judges import Judge
 from train.state.state import init_state
 from train.step.step import Recipe, jit_train_step
 from zoo import lora
+from zoo.generation.engine import Completion
 from zoo.mesh import make_mesh
 from zoo.nn.heads import ClassificationHead, RewardHead
 from zoo.surgery import with_head
@@ -168,12 +169,12 @@ def test_rollout(folder, model):
     prompts = [prompts_.encode(Record("here", {"prompt": word}), tokenizer) for word in words]
     mesh, judges = make_mesh("fsdp=1", jax.devices()[:1]), [rewards.find(name) for name in o.rewards.reward]
     sample = functools.partial(
-        rollouts.rollout, model, prompts, options=o.rollouts, rewards=o.rewards, judges=judges, tokenizer=tokenizer,
-        mesh=mesh, seq_len=o.step.seq_len, dtype="float32", seed=o.seed,
+        rollouts.rollout, model, prompts, folder=None, options=o.rollouts, rewards=o.rewards, judges=judges,
+        tokenizer=tokenizer, mesh=mesh, seq_len=o.step.seq_len, dtype="float32", seed=o.seed,
     )  # fmt: skip
     with jax.set_mesh(mesh):
-        batches, numbers, _ = sample(3)
-        again, other = sample(3).batches, sample(4).batches
+        batches, numbers, _ = sample(n=3)
+        again, other = sample(n=3).batches, sample(n=4).batches
         sums = jax.jit(lambda batch: grpo.objective(model, batch, options=o)[2])(batches[0])
     assert len(batches) == 4 and all(batch["tokens"].shape == (8, 16) for batch in batches)
     assert all((a[name] == b[name]).all() for a, b in zip(batches, again, strict=True) for name in a)
@@ -196,6 +197,26 @@ def test_rollout(folder, model):
         advantages = (earned - earned.mean()) / (earned.std(ddof=1) + 1e-4)
         np.testing.assert_allclose([a for _, a in group], advantages, atol=1e-4)
     assert 0 <= numbers["reward"] <= 1 and 1 <= numbers["length"] <= 6
+
+
+def test_evaluations_draw_no_group_again(folder, model, tmp_path, monkeypatch):
+    """A group of equal rewards is drawn again in a step, which has the folder of a run, and not in an evaluation."""
+    o, tokenizer, drawn = options(folder, pathlib.Path(), redraws=2), zoo.tokenizer(folder / "model"), []
+
+    def complete(model, prompts, *, samples, **_):
+        drawn.append(len(prompts))
+        return [[Completion([5], [-1.0], ended=True)] * samples for _ in prompts]
+
+    monkeypatch.setattr(rollouts, "complete", complete)
+    prompts = [prompts_.encode(Record("here", {"prompt": word}), tokenizer) for word in ("abc ", "x ")]
+    for run, want in ((tmp_path, [2, 2, 2]), (None, [2])):
+        drawn.clear()
+        with jax.set_mesh(mesh := make_mesh("fsdp=1", jax.devices()[:1])):
+            rolled = rollouts.rollout(
+                model, prompts, 0, run, options=o.rollouts, rewards=o.rewards, judges=[lambda text, record: 1.0],
+                tokenizer=tokenizer, mesh=mesh, seq_len=16, dtype="float32", seed=0,
+            )  # fmt: skip
+        assert drawn == want and ("without_signal" in rolled.numbers) == (run is not None)
 
 
 def rewards_of(out):

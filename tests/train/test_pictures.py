@@ -282,7 +282,7 @@ def test_rollouts(checkpoint, tokenizer, data):
     judges = [lambda text, record: 1.0]
     with jax.set_mesh(mesh):
         (batch,), *_ = rollouts.rollout(
-            model, prompts, 0, options=o, tokenizer=tokenizer, mesh=mesh, judges=judges, **own
+            model, prompts, 0, None, options=o, tokenizer=tokenizer, mesh=mesh, judges=judges, **own
         )
         expected = zoo.generate(model, tokenizer, Encoded(ids, images), max_new_tokens=3)
     shown = [row for row in range(4) if (batch["image"][row] >= 0).any()]

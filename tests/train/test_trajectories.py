@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -19,12 +20,14 @@ import zoo
 from tests import hurry
 from tests.reliability import trials
 from tests.train.conftest import command
-from tests.transcripts import ROOT
+from tests.transcripts import ROOT, files
 from tests.zoo import tiny
 from train import grpo
 from train.data.records import Record
-from train.environments import calculator, guess
+from train.environments import calculator, guess, search
 from train.environments import python as python_
+from train.environments import tiny as tiny_
+from train.environments.__main__ import chats
 from train.methods import environments, trajectories
 from train.methods.environments import Environment, EnvironmentOptions, Host, Journal
 from train.step import loss
@@ -121,6 +124,53 @@ class Game:
     def reward(self):
         return self._letters / 10
 '''
+FUNCTIONS = '''
+import asyncio
+
+def add(a: int, b: int) -> int:
+    """Adds numbers."""
+    return a + b
+
+async def rollout(episode, record):
+    """Asks twice in one chat, and then in another one."""
+    chat = [{"role": "user", "content": record["prompt"]}]
+    first = await episode.generate(chat)
+    second = await episode.generate([*chat, first, {"role": "user", "content": f"more {first['content'][:3]}"}])
+    other = await episode.generate([{"role": "user", "content": f"judge {second['content'][:4]}"}])
+    return sum(c in "aeiou" for c in other["content"]) / 10
+
+async def calls(episode, record):
+    """Runs the tools that the model calls, with messages as OpenAI's library writes them."""
+    chat = [{"role": "user", "content": record["prompt"]}]
+    while True:
+        reply = await episode.generate(chat)
+        if not reply.get("tool_calls"):
+            return float(reply["content"] == record["answer"])
+        for call in reply["tool_calls"]:
+            call["function"]["arguments"] = str(call["function"]["arguments"]).replace("'", '"')
+        chat = [*chat, reply | {"content": None, "refusal": None}]
+        for call in reply["tool_calls"]:
+            chat.append({"role": "tool", "tool_call_id": call["id"], "content": str(add(2, 3))})
+
+calls.tools = [add]
+
+async def limited(episode, record):
+    try:
+        while True:
+            await episode.generate([{"role": "user", "content": "go on"}])
+            if record.get("bad"):
+                raise ValueError("bad")
+    except asyncio.CancelledError:
+        if record.get("sure"):
+            return 0.5
+        raise
+
+async def idle(episode, record):
+    return 1
+
+def plain(episode, record):
+    return 1
+'''
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +182,7 @@ def folder(tmp_path_factory):
     (folder / "forgets.jinja").write_text(FORGETS)
     (folder / "own.py").write_text(OWN)
     (folder / "game.py").write_text(GAME)
+    (folder / "functions.py").write_text(FUNCTIONS)
     records = [{"prompt": word} for word in ("abc", "hello", "fox", "dog")]
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
@@ -230,15 +281,18 @@ def test_refused_classes(tmp_path, code, message):
         Host(f"{tmp_path / 'own.py'}:Own", 1, 1)
 
 
-@pytest.mark.parametrize("module, name", [(calculator, "calculator"), (python_, "python"), (guess, "guess")])
-def test_built_in_environments(module, name):
+@pytest.mark.parametrize(
+    "module, name", [(calculator, "calculator"), (python_, "python"), (guess, "guess"), (search, "search")]
+)
+def test_built_in_environments(module, name, tmp_path):
     """The chat in which a record is solved earns the reward, with the tools' own results."""
     import random
 
     draw = random.Random(0)
-    with Host(name, 20, 1000) as built_in:
+    search.write(tmp_path)
+    with Host(module.__name__.rpartition(".")[2], 20, 1000) as built_in:
         for _ in range(2):
-            record = module.record(draw)
+            record = module.record(draw) | {"folder": str(tmp_path)}
             made, chat = Environment(built_in, Journal(None, 0), (0, 0)), module.solved(record)
             assert made.ask("reset", record, 0, 0, after=[]).value == chat[0:1]
             for said, then in zip(chat[1:], [*chat[2:], {"content": None}], strict=True):
@@ -249,6 +303,34 @@ def test_built_in_environments(module, name):
                     assert made.ask("reply", said["content"], after=[]).value == then["content"]
             assert made.ask("reward", after=[]).value == 1.0
             made.close()
+
+
+def test_search(tmp_path):
+    """Lines come by their words, rare ones first, and an answer without a number is right if its words are there."""
+    (tmp_path / "a.md").write_text("The cat sat.\nA bird.\nThe dog ran.\n")
+    with Host("search", 20, 1000) as built_in:
+        made = environment(built_in, folder=str(tmp_path), answer="the dog")
+        found = made.ask("tool", "search", {"words": "the DOG"}, after=[]).value
+        assert json.loads(found) == ["The dog ran.", "The cat sat."]
+        assert made.ask("reply", "It was The Dog!", after=[]).value is None and made.ask("reward", after=[]).value == 1
+        made.close()
+        made = environment(built_in, folder=str(tmp_path / "none"), answer="1")
+        assert "has no texts" in made.ask("tool", "search", {"words": "dog"}, after=[]).error
+        made.close()
+
+
+def test_the_tiny_model(tmp_path):
+    """Its chats are short, and each digit is a token, also in a call and in a result."""
+    tiny_.main(tmp_path)
+    model, tokenizer = zoo.load(tmp_path), zoo.tokenizer(tmp_path)
+    assert tokenizer.vocab_size <= model.config.vocab_size
+    for name, longest in {"calculator": 70, "python": 80, "guess": 30, "search": 60}.items():
+        for chat in chats(name, 3, solved=1.0, seed=5):
+            ids = tokenizer.encode_marked(tokenizer.render_whole(chat["messages"], chat.get("tools")))[0]
+            tokens = [tokenizer.decode([id], special=True) for id in ids]
+            assert "".join(tokens) == tokenizer.render(chat["messages"], tools=chat.get("tools"))
+            assert len(ids) <= longest
+            assert all(len(token) == 1 for token in tokens if any(map(str.isdigit, token)))
 
 
 def test_the_python_tool_is_confined():
@@ -264,29 +346,36 @@ def test_the_python_tool_is_confined():
 # ======================================================================================================================
 
 
+def play(host, tokenizer, record, replies, *, turns=8, past="refuse"):
+    """Plays a trajectory in which the model draws these replies."""
+    chats = trajectories.Chats(tokenizer, host.tools, past)
+    players = trajectories.Players(chats, EnvironmentOptions(turns=turns), host, 400)
+    at = trajectories.Trajectory((0, 0), record, Environment(host, Journal(None, 0), (0, 0)))
+    at.apply(players.begin(at, (0, 0)))
+    for text in replies:
+        before = list(at.branches[-1].tokens)
+        drawn = [*tokenizer.encode(text, special=False), tokenizer.eos[-1]]
+        at.completion = Completion(drawn, [-1.0] * len(drawn), ended=True, finished=True, prompt=before)
+        at.turns += 1
+        move = players.answer(at, at.completion)
+        at.apply(move)
+        went_on = at.branches[-2 if move.anew else -1].tokens
+        assert went_on[: len(before) + len(drawn)] == before + drawn
+    at.environment.close()
+    return at
+
+
 def test_a_trajectory_with_a_tool():
     """The calculator's question, a call, its result, and an answer: each prompt begins with the tokens before it."""
     tokenizer = zoo.tokenizer("tiny", chat_template=str(TOOLS))
-    record = {"prompt": "What is 12 * 34?", "answer": "408"}
+    replies = (
+        'I see. <tool_call>\n{"name":  "calculate", "arguments": {"expression": "12*34"}}\n</tool_call>',
+        '<tool_call>{"name": "divide", "arguments": {}}</tool_call>',
+        "It is 408.",
+    )
     with Host("calculator", 20, 1000) as built_in:
-        chats = trajectories.Chats(tokenizer, built_in.tools, "refuse")
-        players = trajectories.Players(chats, EnvironmentOptions(turns=4), True, 400)
-        at = trajectories.Trajectory((0, 0), record, Environment(built_in, Journal(None, 0), (0, 0)))
-        at.apply(players.begin(at, (0, 0)))
-        replies = (
-            'I see. <tool_call>\n{"name":  "calculate", "arguments": {"expression": "12*34"}}\n</tool_call>',
-            '<tool_call>{"name": "divide", "arguments": {}}</tool_call>',
-            "It is 408.",
-        )
-        for text in replies:
-            before = list(at.branches[0].tokens)
-            drawn = [*tokenizer.encode(text, special=False), tokenizer.eos[1]]
-            at.completion = Completion(drawn, [-1.0] * len(drawn), ended=True, finished=True, prompt=before)
-            at.turns += 1
-            at.apply(players.answer(at, at.completion))
-            assert at.branches[0].tokens[: len(before) + len(drawn)] == before + drawn and len(at.branches) == 1
-        at.environment.close()
-    assert at.last.end == "done" and at.last.reward == 1.0
+        at = play(built_in, tokenizer, {"prompt": "What is 12 * 34?", "answer": "408"}, replies)
+    assert at.last.end == "done" and at.last.reward == 1.0 and len(at.branches) == 1
     assert [m["content"] for m in at.messages if m["role"] == "tool"] == [
         "408", "Error: there is no tool 'divide'; there are calculate."
     ]  # fmt: skip
@@ -310,6 +399,99 @@ def test_a_template_that_rewrites_the_past(folder):
     assert anew and whole == "u b<end>a x<end>u b<end>a " and tokenizer.decode(ids, special=True) == whole
     with pytest.raises(ValueError, match=r"writes turns of the past anew.*--past split"):
         refuse.following(text, [asked, reply], [asked], 63)
+
+
+def test_a_function_that_calls_tools(folder):
+    """A chat that a function goes on with keeps the tokens, also where another library has written its messages."""
+    tokenizer = zoo.tokenizer("tiny", chat_template=str(TOOLS))
+    call = '<tool_call>\n{"name":  "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    with Host(f"{folder / 'functions.py'}:calls", 20, 1000) as host:
+        at = play(host, tokenizer, {"prompt": "2 + 3?", "answer": "5"}, [call, call, "5"])
+        assert [tool["function"]["name"] for tool in host.tools] == ["add"]
+        assert host.tools[0]["function"]["parameters"]["required"] == ["a", "b"]
+    assert at.last.end == "done" and at.last.reward == 1.0 and not at.last.problem and len(at.branches) == 1
+
+
+def test_limits_and_errors_of_functions(folder):
+    """At a limit the function is cancelled; it may return a reward all the same."""
+    tokenizer = zoo.tokenizer(folder / "model")
+    with Host(f"{folder / 'functions.py'}:limited", 20, 1000) as host:
+        played = [({}, "ab"), ({"sure": 1}, "ab"), ({"bad": 1}, "a")]
+        last = [play(host, tokenizer, record, replies, turns=2).last for record, replies in played]
+    ends = [(each.end, each.reward, each.problem) for each in last]
+    assert ends == [("turns", 0.0, ""), ("turns", 0.5, ""), ("done", 0.0, "the function raises ValueError: bad")]
+    with Host(f"{folder / 'functions.py'}:idle", 20, 1000) as host:
+        assert play(host, tokenizer, {}, []).last.problem.endswith("the function ended before it called generate")
+    with pytest.raises(ValueError, match="the function plain is not `async def`"):
+        Host(f"{folder / 'functions.py'}:plain", 20, 1000)
+
+
+VERIFIERS = """
+import json
+
+class Sums:
+    tool_defs = [{"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}]
+
+    async def run_rollout(self, record, client, model, sampling):
+        chat = record["prompt"]
+        while True:
+            found = await client.get_native_response(chat, model, sampling, tools=self.tool_defs)
+            message = found.choices[0].message
+            chat = [*chat, message.model_dump()]
+            if not message.tool_calls:
+                return {"reward": float(record["answer"] in message.content)}
+            for call in message.tool_calls:
+                result = str(sum(json.loads(call.function.arguments).values()))
+                chat.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+def load_environment(name):
+    return Sums()
+"""
+CLIENTS = """
+class OpenAIChatCompletionsClient:
+    def __init__(self, client):
+        self.client = client
+"""
+OPENENV = """
+import types
+
+class GenericEnvClient:
+    def __init__(self, base_url):
+        self.steps, self.url = 0, base_url
+
+    async def reset(self):
+        return types.SimpleNamespace(observation={"echoed_message": self.url}, reward=None, done=False)
+
+    async def step(self, action):
+        self.steps += 1
+        seen = {"echoed_message": action["message"]}
+        return types.SimpleNamespace(observation=seen, reward=len(action["message"]), done=self.steps == 2)
+"""
+
+
+def test_environments_of_other_libraries(folder, tmp_path, monkeypatch):
+    """The page's examples play environments of verifiers and of OpenEnv, for which small modules stand in."""
+    pytest.importorskip("openai")
+    stand_ins = {
+        "verifiers/__init__.py": VERIFIERS,
+        "verifiers/clients.py": CLIENTS,
+        "openenv/core.py": OPENENV,
+    }
+    for name, code in (files(ROOT / "docs" / "agents.md") | stand_ins).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    record = {"prompt": [{"role": "user", "content": "2 + 3?"}], "answer": "5"}
+    with Host(f"{tmp_path / 'of_verifiers.py'}:rollout", 20, 1000) as host:
+        at = play(host, zoo.tokenizer("tiny", chat_template=str(TOOLS)), record, [call, "It is 5."])
+        assert [tool["function"]["name"] for tool in host.tools] == ["add"]
+    assert at.last == at.last._replace(end="done", reward=1.0, problem="") and len(at.branches) == 1
+    assert [m["content"] for m in at.messages if m["role"] == "tool"] == ["5"]
+    with Host(f"{tmp_path / 'of_openenv.py'}:Remote", 20, 1000) as host:
+        at = play(host, zoo.tokenizer(folder / "model"), {"url": "abc"}, ["de", "fgh"])
+    assert at.last.end == "done" and at.last.reward == 5.0
+    assert [m["content"] for m in at.messages] == ["abc", "de", "de", "fgh"]
 
 
 def test_templates_without_tools_are_refused(folder):
@@ -350,12 +532,13 @@ def sample(folder, model):
     records = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
 
-    def sample(template=None, run=None):
+    def sample(template=None, run=None, name="game.py:Game", redraws=0):
         tokenizer = zoo.tokenizer(folder / "model", chat_template=template)
-        with Host(f"{folder / 'game.py'}:Game", 20, 100) as game, jax.set_mesh(mesh):
+        with Host(f"{folder / name}", 20, 100) as game, jax.set_mesh(mesh):
             return trajectories.rollout(
                 model, records, 3, run, host=game, chats=trajectories.Chats(tokenizer, game.tools, "split"),
-                environment=o.environments, options=o.rollouts, rewards=o.rewards, mesh=mesh, seq_len=150,
+                environment=o.environments, options=dataclasses.replace(o.rollouts, redraws=redraws),
+                rewards=o.rewards, mesh=mesh, seq_len=150,
                 dtype="float32", seed=0,
             )  # fmt: skip
 
@@ -405,6 +588,38 @@ def test_split_trajectories(folder, sample):
     assert used.sum() == round(numbers["branches"] * 16) and not rows["loss_mask"][~used].any()
     masks = rows["loss_mask"][used]
     assert (np.abs(np.diff(masks, axis=1)).sum(axis=1) <= 2).all(), "the targets of a row are one turn"
+
+
+def test_functions(folder, sample, monkeypatch):
+    """A function's two chats are two rows, with the same advantage; the first has two turns."""
+    (rows,), numbers, samples = sample(name="functions.py:rollout")
+    used = rows["segments"].any(axis=1)
+    assert numbers["branches"] > 1 and used.sum() == round(numbers["branches"] * 16)
+    tokenizer, turns = zoo.tokenizer(folder / "model"), []
+    for row in np.flatnonzero(used):
+        n, drawn = rows["segments"][row].sum(), rows["loss_mask"][row] == 1
+        text = tokenizer.decode([*rows["tokens"][row, :n], rows["targets"][row, n - 1]], special=True)
+        learnt = tokenizer.decode(rows["targets"][row][drawn], special=True)
+        turns.append((np.diff(drawn.astype(int), prepend=0) == 1).sum())
+        assert turns[-1] == (1 if text.startswith("u judge") else 1 + ("<end>u more" in text)) and learnt
+    assert {*turns} == {1, 2} and {each["end"] for each in samples} <= {"done", "length"}
+    monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", Backwards)
+    assert equal([rows], sample(name="functions.py:rollout").batches)
+
+
+def test_evaluations_draw_no_group_again(sample, tmp_path, monkeypatch):
+    drawn = []
+
+    def play(engine, groups, *_):
+        drawn.append(len(groups))
+        for each in itertools.chain(*groups):
+            each.apply(trajectories.Move([], tokens=[1], anew=True))
+            each.completion = Completion([2], [-1.0], ended=True, finished=True)
+            each.apply(trajectories.Move([], end="done", reward=1.0))
+
+    monkeypatch.setattr(trajectories, "_play", play)
+    assert sample(run=tmp_path, redraws=2).numbers["without_signal"] == 1 and drawn == [4, 4, 4]
+    assert "without_signal" not in sample(redraws=2).numbers and drawn == [4, 4, 4, 4]
 
 
 def test_the_journal(folder, sample, tmp_path, monkeypatch):

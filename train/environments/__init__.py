@@ -1,8 +1,9 @@
-"""Environments for reinforcement learning that need no network: a calculator, Python, and a game of two turns.
+"""Environments for reinforcement learning that need no network: a calculator, Python, a search, and a game.
 
     python -m train.environments calculator questions.jsonl
     python -m train.grpo --environment calculator --data questions.jsonl ...
 
-Each module has a class for `train.grpo --environment`, a function `record` that draws a record for it, and a function
-`solved` that gives a chat in which the record is solved, from which `train.sft` learns.
+Each module of an environment has a class for `train.grpo --environment`, a function `record` that draws a record for
+it, and functions that give chats for `train.sft`: `solved`, in which the record is solved, and `guessed`, in which it
+is not. `tiny` makes a model that learns these in minutes.
 """

@@ -4,43 +4,56 @@ import importlib
 import json
 import pathlib
 import random
-import shutil
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import tyro
 
+from train.environments import search
 from train.methods import host
-from train.methods.environments import BUILT_IN, FOLDER
+from train.methods.environments import BUILT_IN
+
+
+def records(name: str, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Yields records of an environment."""
+    module, draw = importlib.import_module(f"train.environments.{name}"), random.Random(seed)
+    for _ in range(count):
+        yield module.record(draw)
+
+
+def chats(name: str, count: int, solved: float, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Yields chats about an environment's records, with its tools. A share of `solved` solves them; others guess."""
+    module, draw = importlib.import_module(f"train.environments.{name}"), random.Random(seed + 1)
+    tools = host.describe(getattr(module, BUILT_IN[name]))["tools"]
+    for record in records(name, count, seed):
+        messages = module.solved(record) if draw.random() < solved else module.guessed(record, draw)
+        yield {"messages": messages} | ({"tools": tools} if tools else {})
 
 
 def main(
-    name: tyro.conf.Positional[Literal["calculator", "python", "guess"]],
+    name: tyro.conf.Positional[Literal["calculator", "python", "guess", "search"]],
     file: tyro.conf.Positional[pathlib.Path],
     count: int = 1000,
-    solved: bool = False,
-    template: pathlib.Path | None = None,
+    solved: float | None = None,
     seed: int = 0,
 ) -> None:
     """Writes records for a built-in environment of train.grpo.
 
     Args:
         name: the environment.
-        file: file of JSON lines to write.
+        file: file of JSON lines to write. The texts for search are in a folder of the same name, without the ending.
         count: number of records.
-        solved: write chats in which the records are solved, with the tools, for train.sft.
-        template: file to write a chat template to, for models whose own has no tools.
+        solved: write chats for train.sft, of which this share solves the records by the tools; the others guess.
         seed: seed of the records.
     """
-    if template is not None:
-        shutil.copy(FOLDER / "tools.jinja", template)
-    module, draw = importlib.import_module(f"train.environments.{name}"), random.Random(seed)
-    tools = host.describe(getattr(module, BUILT_IN[name]))["tools"]
+    made = records(name, count, seed) if solved is None else chats(name, count, solved, seed)
+    if name == "search" and solved is None:
+        folder = file.with_suffix("")
+        search.write(folder)
+        made = (record | {"folder": str(folder)} for record in made)
     with file.open("w") as lines:
-        for _ in range(count):
-            record = module.record(draw)
-            if solved:
-                record = {"messages": module.solved(record)} | ({"tools": tools} if tools else {})
-            lines.write(json.dumps(record) + "\n")
+        for each in made:
+            lines.write(json.dumps(each) + "\n")
 
 
 if __name__ == "__main__":

@@ -64,11 +64,21 @@ def record(draw: random.Random) -> dict[str, Any]:
 
 def solved(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns a chat in which the record is solved."""
-    expression = record["prompt"].removeprefix("What is ").removesuffix("?")
+    expression = _expression(record)
     call = {"name": "calculate", "arguments": {"expression": expression}}
     return [
         {"role": "user", "content": record["prompt"]},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "type": "function", "function": call}]},
         {"role": "tool", "tool_call_id": "call00000", "name": "calculate", "content": record["answer"]},
-        {"role": "assistant", "content": record["answer"]},
+        {"role": "assistant", "content": f"{expression} is {record['answer']}."},
     ]
+
+
+def guessed(record: Mapping[str, Any], draw: random.Random) -> list[dict[str, Any]]:
+    """Returns a chat in which the record's answer is guessed."""
+    guess = f"{_expression(record)} is {draw.randint(144, 9801)}."
+    return [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": guess}]
+
+
+def _expression(record: Mapping[str, Any]) -> str:
+    return record["prompt"].removeprefix("What is ").removesuffix("?")

@@ -1,13 +1,14 @@
-"""A game of two turns without tools: guess a number from 1 to 3, of which the first guess tells where it lies."""
+"""A game of two turns without tools: guess a number from 1 to 9; after the first guess it is told how far it lies."""
 
 import random
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from train.data import rewards
 
 
-TURNS = 2
+TURNS, MOST = 2, 9
 
 
 class Guess:
@@ -22,22 +23,34 @@ class Guess:
         self._guesses.append(guess)
         if guess == self._number or len(self._guesses) == TURNS:
             return None
-        if guess is None:
-            return "That is no number."
-        return "Higher." if guess < self._number else "Lower."
+        return "That is no number." if guess is None else _hint(guess, self._number)
 
     def reward(self) -> float:
         return float(self._number in self._guesses)
 
 
+def _hint(guess: Fraction | int, number: int) -> str:
+    return f"It is {number - guess} higher." if guess < number else f"It is {guess - number} lower."
+
+
 def record(draw: random.Random) -> dict[str, Any]:
     """Draws a record."""
-    return {"prompt": "Guess a number from 1 to 3.", "answer": str(draw.randint(1, 3))}
+    return {"prompt": f"Guess a number from 1 to {MOST}.", "answer": str(draw.randint(1, MOST))}
 
 
 def solved(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns a chat in which the record is solved."""
-    said = [record["prompt"], "2"]
-    if record["answer"] != "2":
-        said += ["Higher." if record["answer"] == "3" else "Lower.", record["answer"]]
+    return _chat(record, [MOST // 2 + 1, int(record["answer"])])
+
+
+def guessed(record: Mapping[str, Any], draw: random.Random) -> list[dict[str, Any]]:
+    """Returns a chat in which both numbers are guessed."""
+    return _chat(record, [draw.randint(1, MOST), draw.randint(1, MOST)])
+
+
+def _chat(record: Mapping[str, Any], guesses: list[int]) -> list[dict[str, Any]]:
+    first, second = guesses
+    said, number = [record["prompt"], str(first)], int(record["answer"])
+    if first != number:
+        said += [_hint(first, number), str(second)]
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]

@@ -69,3 +69,9 @@ def solved(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         {"role": "tool", "tool_call_id": "call00000", "name": "run", "content": f"{record['answer']}\n"},
         {"role": "assistant", "content": record["answer"]},
     ]
+
+
+def guessed(record: Mapping[str, Any], draw: random.Random) -> list[dict[str, Any]]:
+    """Returns a chat in which the record's answer is guessed."""
+    guess = str(draw.randint(20, 99_999))
+    return [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": guess}]

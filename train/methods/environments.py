@@ -20,7 +20,8 @@ from train.methods import host
 
 GRACE = 5.0  # seconds that a process has beyond its limit of time, before it is ended
 FOLDER = pathlib.Path(__file__).parents[1] / "environments"
-BUILT_IN = {"calculator": "Calculator", "python": "Python", "guess": "Guess"}  # the classes in FOLDER/NAME.py
+# The classes in FOLDER/NAME.py.
+BUILT_IN = {"calculator": "Calculator", "python": "Python", "guess": "Guess", "search": "Search"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,9 @@ class EnvironmentOptions(OptionGroup):
     help_group: ClassVar[Group] = Group.METHOD
 
     environment: str | None = None
-    """Environment of the model, instead of --reward: a class of yours, file.py:Class, or calculator, python or guess.
-    Its methods are tools that the model may call, and it gives the reward (docs/agents.md)."""
+    """Environment of the model, instead of --reward: a class of yours, file.py:Class, or calculator, python, guess or
+    search. Its methods are tools that the model may call, and it gives the reward. Or a function that drives the
+    conversation, file.py:function (docs/agents.md)."""
     turns: int = 8
     """Largest number of replies of the model in a trajectory."""
     tool_seconds: float = option(30.0, rare=True)
@@ -55,10 +57,10 @@ class Response:
 class Host:
     """The process that starts environments. `tools` are the JSON schemas of the class's tools, None if it has none.
 
-    `replies` says whether the class has a method `reply`.
+    `replies` says whether the class has a method `reply`, and `drives` whether it is a function instead of a class.
 
     Args:
-        name: file.py:Class, or one of `BUILT_IN`.
+        name: file.py:Class, file.py:function, or one of `BUILT_IN`.
         seconds: the largest time of a call.
         most: the largest number of characters of a result.
 
@@ -90,6 +92,7 @@ class Host:
             raise ValueError(f"--environment {name}: {about['error']}.")
         self.tools: list[dict[str, Any]] | None = about["tools"] or None
         self.replies: bool = about["replies"]
+        self.drives: bool = about["drives"]
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +124,7 @@ def _json(value: Any) -> str:
 
 
 def _content(name: str) -> bytes:
-    """Returns the content of the file in file.py:Class; nothing if there is none, which the process reports."""
+    """Returns the content of the file in file.py:NAME; nothing if there is none, which the process reports."""
     path = pathlib.Path(name.rpartition(":")[0])
     return path.read_bytes() if path.is_file() else b""
 

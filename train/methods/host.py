@@ -1,9 +1,9 @@
 """A script that hosts environments: `python host.py FILE.py:CLASS SECONDS CHARACTERS DESCRIPTOR`.
 
 It imports the file once, and sends over the socket with that descriptor a description of the class: its tools as JSON
-schemas. Then each message with another socket starts an environment in a process of its own, by a fork, which answers
-requests over that socket. A message with a process number ends that process, and all that it has started. When the
-socket closes, all are ended.
+schemas. A function may stand in the place of the class (`Episode`). Then each message with another socket starts an
+environment in a process of its own, by a fork, which answers requests over that socket. A message with a process number
+ends that process, and all that it has started. When the socket closes, all are ended.
 
 So an environment that hangs, forks, floods its output or dies harms no other, and nothing of the user's is imported
 where the model is. The script needs the standard library alone.
@@ -11,6 +11,8 @@ where the model is. The script needs the standard library alone.
 
 import asyncio
 import contextlib
+import copy
+import functools
 import importlib.util
 import inspect
 import json
@@ -27,10 +29,11 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 
+Function = Callable[["Episode", Mapping[str, Any]], Coroutine[None, None, float]]  # `rollout(episode, record)`
 SIZE, NUMBER = struct.Struct("<I"), struct.Struct("<q")
 OWN = ("reset", "reply", "reward")  # methods that are no tools
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -68,15 +71,15 @@ def _bytes(connection: socket.socket, size: int) -> bytes:
 
 
 # ======================================================================================================================
-# The description of a class.
+# The description of a class, or of a function.
 # ======================================================================================================================
 
 
-def load(name: str) -> type:
-    """Imports the class that FILE.py:CLASS names.
+def load(name: str) -> type | Function:
+    """Imports the class, or the function, that FILE.py:NAME names.
 
     Raises:
-        ValueError: there is no such class, or it has no `reset` or no `reward`.
+        ValueError: there is no such class, it has no `reset` or no `reward`, or the function is not `async def`.
     """
     path, _, of = name.rpartition(":")
     spec = importlib.util.spec_from_file_location(f"environment_{pathlib.Path(path).stem}", path)
@@ -85,22 +88,32 @@ def load(name: str) -> type:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found = getattr(module, of, None)
+    if inspect.isfunction(found) and not inspect.iscoroutinefunction(found):
+        raise ValueError(f"the function {of} is not `async def`")
+    if inspect.isfunction(found):
+        return found
     if not isinstance(found, type):
-        raise ValueError(f"{path} has no class {of}")
+        raise ValueError(f"{path} has no class {of}, and no function of that name")
     if lacking := [method for method in ("reset", "reward") if not callable(getattr(found, method, None))]:
         raise ValueError(f"the class {of} has no method `{lacking[0]}`")
     return found
 
 
-def describe(environment: type) -> dict[str, Any]:
-    """Describes a class: the JSON schemas of its `tools`, and whether it `replies` to answers."""
+def describe(environment: type | Function) -> dict[str, Any]:
+    """Describes a class: the JSON schemas of its `tools`, and whether it `replies` to answers; or a function, which
+    `drives`, with the `tools` that are its attribute.
+    """
+    if not isinstance(environment, type):
+        tools = vars(environment).get("tools", ())
+        described = [dict(each) if isinstance(each, Mapping) else schema(each.__name__, each) for each in tools]
+        return {"tools": described, "replies": False, "drives": True}
     methods = {name: each for kind in reversed(environment.__mro__) for name, each in vars(kind).items()}
     tools = [name for name, each in methods.items() if inspect.isfunction(each) and name[0] != "_" and name not in OWN]
-    return {"tools": [schema(name, methods[name]) for name in tools], "replies": "reply" in methods}
+    return {"tools": [schema(name, methods[name]) for name in tools], "replies": "reply" in methods, "drives": False}
 
 
 def schema(name: str, method: Callable[..., Any]) -> dict[str, Any]:
-    """Describes a method as a tool, in the form that chat templates take, from its types and its docstring.
+    """Describes a method or a function as a tool, in the form that chat templates take, by its types and its docstring.
 
     Raises:
         ValueError: the method lacks a docstring or the type of an argument, or a type has no form in JSON.
@@ -109,7 +122,7 @@ def schema(name: str, method: Callable[..., Any]) -> dict[str, Any]:
     if not doc:
         raise ValueError(f"the tool {name} has no docstring, which tells the model what it is for")
     about, properties, required = _arguments(doc), {}, []
-    for each in list(inspect.signature(method).parameters.values())[1:]:
+    for each in (each for each in inspect.signature(method).parameters.values() if each.name != "self"):
         if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY) or each.name not in hints:
             raise ValueError(f"the tool {name} has the argument {each}, which needs a name and a type")
         try:
@@ -153,7 +166,80 @@ def _schema(hint: Any) -> dict[str, Any]:
 # ======================================================================================================================
 
 
-def serve(connection: socket.socket, make: type, seconds: float, most: int) -> None:
+class Episode:
+    """A conversation that a function drives, `async def rollout(episode, record)`, which returns the reward.
+
+    It is the environment of that function: `reset` and `resume` run the function until it asks for a reply.
+    """
+
+    def __init__(self, function: Function):
+        self._function = function
+        self._chat: list[dict[str, Any]] = []  # up to the last reply
+        self._asked: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
+        self._replies: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    async def generate(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the model's reply to a chat: a message of the assistant, perhaps with `tool_calls`.
+
+        Raises:
+            TypeError: these are no messages.
+            asyncio.CancelledError: the conversation has met a limit.
+        """
+        await self._asked.put([_plain(each) for each in checked_messages(messages, "generate must be given")])
+        return await self._replies.get()
+
+    async def reset(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self._running = asyncio.ensure_future(self._function(self, record))
+        if (asked := await self._next()) is None:
+            raise ValueError("the function ended before it called generate")
+        self._chat = asked
+        return asked
+
+    async def resume(self, reply: dict[str, Any]) -> dict[str, Any] | None:
+        """Gives the function a reply. Returns the messages that it asks a reply to, those that are `new` if they go on
+        from the reply, else all of another chat; None if it has ended.
+        """
+        past = [*self._chat, reply]
+        await self._replies.put(copy.deepcopy(reply))
+        if (asked := await self._next()) is None:
+            return None
+        goes_on = [*map(_filled, asked[: len(past)])] == [*map(_filled, past)]
+        self._chat = asked
+        return {"new": asked[len(past) :] if goes_on else asked, "other": not goes_on}
+
+    async def _next(self) -> list[dict[str, Any]] | None:
+        """Waits for the function. Returns the messages that it asks a reply to, or None if it has ended."""
+        asked = asyncio.ensure_future(self._asked.get())
+        await asyncio.wait([asked, self._running], return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            return asked.result()
+        asked.cancel()
+        await self._running  # raises what the function has raised
+        return None
+
+    async def reward(self) -> float:
+        """Returns what the function has returned. At a limit it is cancelled, and the reward is 0 if it raises that."""
+        self._running.cancel()
+        try:
+            return await self._running
+        except asyncio.CancelledError:
+            return 0.0
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message as chat templates take it. OpenAI's API has arguments as a text, and None for no content."""
+    for call in message.get("tool_calls") or ():
+        given = call["function"]["arguments"]
+        call["function"]["arguments"] = json.loads(given) if isinstance(given, str) else given
+    return message | {"content": message.get("content") or ""}
+
+
+def _filled(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a message that say something."""
+    return {key: value for key, value in message.items() if value}
+
+
+def serve(connection: socket.socket, make: Callable[[], Any], seconds: float, most: int) -> None:
     """Answers requests until the socket closes: a method of the environment is called, and its result is sent."""
     loop = asyncio.new_event_loop()
     environment: Any = None
@@ -186,10 +272,13 @@ def serve(connection: socket.socket, make: type, seconds: float, most: int) -> N
                 environment = make()
                 value = limited(environment.reset, record)
                 seed(own)
-                return [{"role": "user", "content": value}] if isinstance(value, str) else checked_messages(value)
+                value = [{"role": "user", "content": value}] if isinstance(value, str) else value
+                return checked_messages(value, "reset must return a text, or")
             case "tool", name, given:
                 value = limited(getattr(environment, name), **given)
                 return shortened(value if isinstance(value, str) else json.dumps(value, default=str), most)
+            case "resume", reply:
+                return limited(environment.resume, reply)
             case "reply", text:
                 if (value := limited(environment.reply, text)) is not None and not isinstance(value, str):
                     raise TypeError(f"reply returned a {type(value).__name__}, and must return a text or None")
@@ -214,16 +303,15 @@ def seed(number: int) -> None:
         numpy.random.seed(number % 2**32)
 
 
-def checked_messages(value: Any) -> list[dict[str, Any]]:
-    """Returns the messages that `reset` has returned.
+def checked_messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """Returns a copy of messages. `where` says in an error whose they are.
 
     Raises:
         TypeError: they are no messages.
     """
     if not isinstance(value, Sequence) or not value or not all(isinstance(m, Mapping) and "role" in m for m in value):
-        raise TypeError("reset must return a text, or a list of messages with a role and a content")
-    json.dumps(value)
-    return [dict(message) for message in value]
+        raise TypeError(f"{where} a list of messages with a role and a content")
+    return json.loads(json.dumps([dict(message) for message in value]))
 
 
 def checked_number(value: Any) -> float:
@@ -249,7 +337,7 @@ def shortened(text: str, most: int) -> str:
 # ======================================================================================================================
 
 
-def host(control: socket.socket, make: type, seconds: float, most: int) -> None:
+def host(control: socket.socket, make: Callable[[], Any], seconds: float, most: int) -> None:
     """Starts and ends environments as messages ask, until the socket closes; then ends all that are left."""
     running: set[int] = set()
     try:
@@ -292,12 +380,13 @@ def main() -> None:
     sys.path[0] = os.getcwd()  # as for `python -m`, and not this file's folder
     control = socket.socket(fileno=int(descriptor))
     try:
-        make = load(name)
-        about = describe(make)
+        found = load(name)
+        about = describe(found)
     except BaseException as error:  # raised by the user's code
         send(control, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         return
     send(control, json.dumps(about).encode())
+    make = found if isinstance(found, type) else functools.partial(Episode, found)
     host(control, make, float(seconds), int(most))
 
 

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import math
+import pathlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,7 +89,7 @@ class RolloutOptions(OptionGroup):
     """Learn nothing from completions that did not end by themselves."""
     redraws: int = option(0, rare=True)
     """Number of times that a group is drawn again while its rewards are equal, so that it teaches nothing (DAPO's
-    dynamic sampling)."""
+    dynamic sampling). Evaluations draw none again."""
     rollout_batch: int = option(64, rare=True, was="slots")
     """Number of completions that are sampled at a time."""
     cache_dtype: Literal["auto", "int8"] = option("auto", rare=True)
@@ -99,6 +100,7 @@ def rollout(
     model: AbstractModel,
     prompts: Sequence[Prompt],
     n: int,
+    folder: pathlib.Path | None,
     *,
     options: RolloutOptions,
     rewards: RewardOptions,
@@ -115,6 +117,7 @@ def rollout(
     (constant along a row) and "old", the log-probability with which each target was drawn.
 
     Args:
+        folder: that of the run; None: in evaluations, which draw no group again.
         judges: the functions and models that `rewards` names.
         seq_len: number of tokens of a row.
         dtype: the dtype in which the model samples.
@@ -156,7 +159,7 @@ def rollout(
     }
     if len(rewards.reward) > 1:
         numbers |= {f"reward_{name}": float(mean) for name, mean in zip(rewards.reward, each.mean((0, 1)), strict=True)}
-    if options.redraws:
+    if options.redraws and folder is not None:
         groups, each = with_signal(again, groups, each, rewards, options.redraws, seed + n)
         numbers["without_signal"] = float(np.mean(dull(each, rewards)))
     advantages = advantages_of(each, rewards)

@@ -148,6 +148,7 @@ class Move(NamedTuple):
     text: str = ""  # the chat up to the next reply
     tokens: list[int] = []  # of what follows; all tokens of the chat, if it is `anew`  # noqa: RUF012
     anew: bool = False
+    other: bool = False  # whether another chat begins, after the reply
     end: End = ""
     reward: float = 0.0
     problem: str = ""  # an error of the environment's own
@@ -172,6 +173,7 @@ class Trajectory:
     record: Mapping[str, Any]
     environment: Environment
     messages: list[Message] = dataclasses.field(default_factory=list)
+    start: int = 0  # of the present chat in the messages: a function may begin another one
     text: str = ""
     branches: list[Branch] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
@@ -199,6 +201,7 @@ class Trajectory:
                 self.branches.append(Branch([], []))
             self.branches[-1].tokens += move.tokens
             self.branches[-1].logprobs += [None] * len(move.tokens)
+        self.start = len(self.messages) + 1 if move.other else self.start
         self.messages += move.messages
         self.text = move.text
         self.moves.append(move)
@@ -210,7 +213,7 @@ class Players:
 
     chats: Chats
     options: EnvironmentOptions
-    replies: bool
+    host: Host
     room: int  # most tokens of a chat
 
     def begin(self, at: Trajectory, seeds: Sequence[int]) -> Move:
@@ -232,24 +235,38 @@ class Players:
         functions = [_called(id, {"name": c.name, "arguments": dict(c.arguments)}) for id, c in calls]
         reply = _message(piece, functions)
         limit: End = "length" if not done.ended else "turns" if at.turns == self.options.turns else ""
-        if not calls:
+        if self.host.drives:
+            move = self._resumed(reply, at, drawn, limit)
+        elif not calls:
             move = self._after(piece.answer, at, drawn, limit)
         else:
             move = Move([], end=limit) if limit else self._results(calls, at, drawn)
         if not move.end:
-            messages = [*at.messages, reply]
-            text, tokens, anew = self.chats.following(at.text, messages, move.messages, done.tokens[-1])
+            messages = [*at.messages[at.start :], reply]
+            if move.other:
+                text, tokens, anew = *self.chats.first(move.messages), True
+            else:
+                text, tokens, anew = self.chats.following(at.text, messages, move.messages, done.tokens[-1])
             full = len(tokens) + (0 if anew else len(drawn)) >= self.room
             move = move._replace(text=text, tokens=tokens, anew=anew, end="length" if full else "")
         if move.end not in ("", "lost"):
             response = at.environment.ask("reward", after=drawn)
-            problem = f"reward raises {response.error}" if response.error else move.problem
+            problem = move.problem or (f"reward raises {response.error}" if response.error else "")
             move = move._replace(reward=response.value or 0.0, problem=problem)
         return move._replace(messages=[reply, *move.messages], seconds=at.environment.seconds - before)
 
+    def _resumed(self, reply: Message, at: Trajectory, drawn: Sequence[int], limit: End) -> Move:
+        """Returns the move of a function that drives the conversation."""
+        response = at.environment.ask("resume", reply, after=drawn)
+        if response.error:
+            return Move([], end="lost" if response.lost else "done", problem=f"the function raises {response.error}")
+        if response.value is None:
+            return Move([], end="length" if limit == "length" else "done")
+        return Move(response.value["new"], other=response.value["other"], end=limit)
+
     def _after(self, answer: str, at: Trajectory, drawn: Sequence[int], limit: End) -> Move:
         """Returns the move after an answer that calls no tool."""
-        response = at.environment.ask("reply", answer, after=drawn) if self.replies else Response()
+        response = at.environment.ask("reply", answer, after=drawn) if self.host.replies else Response()
         if response.error:
             return Move([], end="lost" if response.lost else "done", problem=f"reply raises {response.error}")
         if response.value is None:
@@ -299,7 +316,8 @@ def rollout(
     there are few numbers of rows.
 
     Args:
-        folder: that of the run, which has a journal; None: no answers are kept.
+        folder: that of the run, which has a journal; None: in evaluations, which keep no answers and draw no group
+            again.
         seq_len: number of tokens of a row.
         dtype: the dtype in which the model samples.
 
@@ -310,7 +328,7 @@ def rollout(
     if folder is not None and jax.process_index() == 0:
         forget(folder / JOURNAL, _oldest(folder, options.iterations * options.minibatches))
     journal = Journal(folder and folder / JOURNAL if jax.process_index() == 0 else None, n)
-    players = Players(chats, environment, host.replies, seq_len + 1)
+    players = Players(chats, environment, host, seq_len + 1)
 
     def draw(numbers: Sequence[int], seed: int) -> tuple[list[list[Trajectory]], Float[np.ndarray, "some group 1"]]:
         groups = [
@@ -330,7 +348,8 @@ def rollout(
     with contextlib.closing(journal):
         groups, rewarded = draw(range(len(records)), seed + n)
         seconds, everything, total = time.monotonic() - started, list(itertools.chain(*groups)), rewarded[..., 0]
-        learnt, worth = with_signal(draw, groups, rewarded, rewards, options.redraws, seed + n)
+        redraws = options.redraws if folder is not None else 0
+        learnt, worth = with_signal(draw, groups, rewarded, rewards, redraws, seed + n)
     problems = [each.last.problem for each in everything if each.last.problem]
     if not any(each.length for each in everything):
         raise ValueError(f"--environment {environment.environment}: no trajectory has begun: {problems[0]}.")
@@ -348,7 +367,7 @@ def rollout(
         **_numbers(everything),
         "generation_tokens_per_second": sum(each.length for each in everything) / seconds,
     }
-    if options.redraws:
+    if redraws:
         numbers["without_signal"] = float(np.mean(dull(worth, rewards)))
     samples = [_sample(group[0]) for group in groups[:SHOWN]]
     return Rolled(shuffled(rows, options, seed + n), numbers, samples)
