@@ -36,6 +36,7 @@ COMPANIONS = (
     "sentence_bert_config.json",
     "decision.json",
 )
+CARD = "README.md"  # the model card, of what is in the folder and so not copied with it
 DECISION = "decision.json"  # how a model answers questions by the labels of their options (`zoo.text.questions`)
 # Files of sentence-transformers' modules behind the model: which there are, how they are made, and their weights.
 MODULES = "modules.json"

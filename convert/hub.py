@@ -38,6 +38,7 @@ from huggingface_hub.utils import SafetensorsRepoMetadata
 
 from convert import manifest
 from convert.files import (
+    CARD,
     COMPANIONS,
     INDEX,
     LARGEST,
@@ -67,13 +68,13 @@ def folder(
 
     Args:
         source: a folder, which is returned as it is, or a Hub repository "org/name". A repository's config.json,
-            COMPANIONS, modules of sentence-transformers and safetensors are downloaded to huggingface_hub's cache, all
-            from one commit. HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and the like have the same effect as in that library.
+            COMPANIONS, CARD, sentence-transformers' modules and safetensors are downloaded to huggingface_hub's cache,
+            all from one commit. HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and the like have the same effect as in that library.
             Each file is checked against the Hub's hash, even if another program or an interrupted download left the
             file in the cache.
         revision: a branch, tag or commit of the repository; None is its main branch.
         weights: False leaves out the safetensors.
-        companions: False leaves out the COMPANIONS.
+        companions: False leaves out the COMPANIONS and the CARD.
 
     Raises:
         OSError: the folder or repository does not exist, or cannot be downloaded; the message says what to do.
@@ -89,7 +90,7 @@ def folder(
     if not isinstance(source, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         raise FileNotFoundError(f"There is no folder {source}; a repository on the Hub is written org/name.")
     patterns = ["config.json", *[WEIGHTS, INDEX, MANIFEST, MODULE_WEIGHTS] * weights]
-    patterns += [*COMPANIONS, MODULES, *MODULE_CONFIGS] * companions
+    patterns += [*COMPANIONS, MODULES, *MODULE_CONFIGS, CARD] * companions
     download = lambda: snapshot_download(source, revision=revision, allow_patterns=patterns)
     snapshot = pathlib.Path(_patiently(download, source, revision))
     files = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]

@@ -128,9 +128,9 @@ def plain(text: str, **places: pathlib.Path) -> str:
 
 
 def files(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns the contents of a folder: tensors of safetensors files, and the bytes of all others."""
+    """Returns the contents of a folder without a model card, which has the commit: tensors, and bytes of others."""
     found: dict[str, Any] = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "README.md"):
         name = str(path.relative_to(folder))
         if path.suffix == ".safetensors":
             found |= {f"{name} {tensor}": a for tensor, a in tensors(path.read_bytes()).items()}

@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import pytest
 import yaml
 
 
@@ -24,6 +25,25 @@ def test_links_lead_to_files():
         links += [(page, link) for link in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)[^)]*\)", text)]
     assert len(links) > 300
     assert not [f"{page}: {link}" for page, link in links if not (page.parent / link).exists()]
+
+
+FEATURES = sorted(
+    {page for page in DOCS if page.parent == ROOT / "docs"}
+    - {ROOT / f"docs/{name}.md" for name in ("README", "coming-from", "explanations", "families", "glossary", "step")}
+)
+
+
+@pytest.mark.parametrize("page", FEATURES, ids=lambda page: page.stem)
+def test_a_feature_ends_with_limits_and_proofs(page):
+    """The last two sections of a feature's page are its limits and its proofs, which name tests that are there."""
+    *_, limits, proof = re.split(r"^#+ ", page.read_text(), flags=re.MULTILINE)
+    assert limits.startswith("Limits\n") and len(limits) > 60
+    assert proof.startswith("How it is proved\n")
+    files = set(re.findall(r"`(tests/[\w/]+\.py)", proof))
+    modules = re.findall(r"`python -m (tests\.[\w.]+)", proof)
+    files |= {f"{name.replace('.', '/')}.py" for name in modules}
+    there = [file for file in files if (ROOT / file).exists() or (ROOT / file.removesuffix(".py")).is_dir()]
+    assert files and len(there) == len(files), files.difference(there)
 
 
 def test_every_page_is_in_the_navigation():

@@ -14,7 +14,7 @@ from train.base.command import command
 from train.base.options import Flat, Group, option
 from train.data.packing import TEXT, PackingOptions
 from train.data.sets import DataOptions, open_data
-from train.run import folder, loop, report
+from train.run import card, folder, loop, report
 from train.run.defaults import resolve, resolve_steps
 from train.run.options import Options
 from train.run.start import start
@@ -77,7 +77,7 @@ def main(o: PretrainOptions) -> None:
         )
         identity = folder.identity(o.model, config, opened.source, o.parts, tokenizer.other_template)
         if started := start(o, trained, task, mesh, tokenizer, identity):
-            loop.train(started)
+            card.write(loop.train(started), o, started, None)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ REPOSITORIES = {
     "org/escape": {**FILES, "model.safetensors.index.json": SHARDED.replace("model-00002", "../model-00002").encode()},
     "org/gated": {**FILES, "model.safetensors": tensor_file("x")},
 }
-COMMON = {"config.json", "tokenizer.json", "chat_template.jinja"}
+COMMON = {"config.json", "tokenizer.json", "chat_template.jinja", "README.md"}
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -80,6 +80,7 @@ def test_adapters_are_all_that_is_kept(model, tuned):
 def test_the_adapter_on_disk_is_the_trained_one(base, model, tuned, capsys):
     out, _, trained = tuned
     assert not (out / "model").exists()
+    assert "library_name: peft\n" in (out / "adapter" / "README.md").read_text()
     tokens = jnp.asarray(tiny.TOKENS)
     logits = np.asarray(forward(trained, tokens))
     assert np.array_equal(forward(peft.load(model, out / "adapter"), tokens), logits)

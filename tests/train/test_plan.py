@@ -732,7 +732,11 @@ def test_remat_auto(config, monkeypatch, capsys):
     def chosen(available, o=o, frozen=False):
         monkeypatch.setattr(defaults, "device_bytes", lambda: available)
         o = defaults.resolve_remat(
-            o, StateOptions(), Trained("tiny", config, model, lambda: None, model if frozen else None), mesh, model
+            o,
+            StateOptions(),
+            Trained("tiny", config, model, lambda: None, frozen=model if frozen else None),
+            mesh,
+            model,
         )
         return o.remat, o.microbatches
 
@@ -746,7 +750,7 @@ def test_remat_auto(config, monkeypatch, capsys):
     assert {way.microbatches for way in ways} == {1, 2, 4, 8, 16} and {way.remat for way in ways} == set(fit.REMATS[1:])
     sizes = {way[:2]: way.needed for way in ways}
     assert sizes["dots", 1] > sizes["attention", 1] > sizes["full", 1] > sizes["offload", 1] > held
-    adapters = Trained("tiny", config, [], lambda: None, model, adapters=True)  # without size
+    adapters = Trained("tiny", config, [], lambda: None, frozen=model, adapters=True)  # without size
     adapted = {way[:2]: way.needed for way in fit.candidates(o, StateOptions(), adapters, mesh, held)}
     results = fit.saved_bytes(config, mesh, rows=32, seq=64, remat="dots") - fit.saved_bytes(
         config, mesh, rows=32, seq=64, remat="full"

@@ -1,5 +1,6 @@
 """The scripts by their command lines: to the end, stopped, with bad input; and, in processes of their own, killed."""
 
+import hashlib
 import json
 import os
 import pathlib
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+import yaml
 
 import convert.tensors
 import zoo
@@ -30,9 +32,10 @@ from train.base import cluster, runfile
 from train.base.command import command as end_in_a_sentence
 from train.base.stop import AGAIN, StopRequest
 from train.data.packing import Example, Survey
-from train.run import defaults, finetune, folder, loop, report
+from train.run import card, defaults, finetune, folder, loop, report
 from train.run.start import Run
 from train.state import checkpoint
+from zoo.source import Source
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -50,6 +53,7 @@ def words(base):
     tokenizer.add_special_tokens(["9"])
     tokenizer.save(str(base / "model" / "tokenizer.json"))
     (base / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}9{% endfor %}")
+    (base / "model" / "README.md").write_text("---\nlicense: gemma\nbase_model: org/first\n---\n# A base\n")
     return base
 
 
@@ -102,6 +106,9 @@ def test_a_run(words, whole, capsys):
     assert f"Finished, at step {STEPS} of {STEPS}" in (whole / "report.html").read_text()
     (start,) = json.loads((whole / "run.json").read_text())["starts"]
     assert {"parameters", "optimizer", "batch", "estimated"} == start["memory"].keys() and "ended" in start
+    count = sum(array.size for array in jax.tree.leaves(zoo.load(words / "model")))
+    assert start["parameters"] == {"all": count, "trained": count} and "commit" in start
+    assert start["ended"]["step"] == STEPS and start["ended"]["metrics"]["loss"] == losses(whole)[STEPS]
     assert start["memory"]["optimizer"] > 2 * start["memory"]["parameters"] > 0 and start["memory"]["estimated"] > 0
     samples = [json.loads(sample) for sample in (whole / "samples.jsonl").read_text().splitlines()]
     assert {sample["step"] for sample in samples} == {0, 4, 8, 12, 16} and all(sample["prompt"] for sample in samples)
@@ -113,8 +120,38 @@ def test_a_run(words, whole, capsys):
     assert json.loads((whole / "model" / "generation_config.json").read_text())["eos_token_id"] == ends
     command("train.sft", *options(words, whole))
     said = unspaced(capsys.readouterr().out)
+    table = (
+        f"model {words / 'model'}, {count:,} parameters trained all of them steps {STEPS} tokens a step 128, in 4 rows"
+    )
+    assert unspaced(table) in said and unspaced("peak learning rate 0.01, by adamw") in said
     assert unspaced(f"at best, {held_out[-1]:.3f} of the model that is exported.") in said
     assert unspaced(f"Going on from step {STEPS}") in said and f'zoo.load("{whole / "model"}")' in said
+
+
+def test_card(words, whole):
+    """The card of a model names what it was trained on, in the Hub's metadata, and no path of this machine."""
+    text = (whole / "model" / "README.md").read_text()
+    _, metadata, body = text.split("---\n", 2)
+    assert yaml.safe_load(metadata) == {
+        "base_model": "org/first", "library_name": "transformers", "license": "gemma",
+        "pipeline_tag": "text-generation", "tags": ["equinox-zoo", "sft"],
+    }  # fmt: skip
+    held_out = [line["validation_loss"] for line in metrics(whole) if "validation_loss" in line]
+    assert f"after {STEPS} steps" in body
+    assert f"| validation_loss | {held_out[0]:.4g} | {held_out[-1]:.4g} |" in body
+    digest = hashlib.sha256((words / "words.jsonl").read_bytes()).hexdigest()
+    assert f"| words.jsonl | {digest} |" in body and f"equinox-zoo {zoo.__version__}" in body
+    assert str(words) not in text
+
+
+def test_card_of_a_repository(tmp_path, capsys):
+    """The base is named as on the Hub, with its license. A card that is no YAML ends no run."""
+    (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: own\ntags: [a]\n---\n")
+    source = Source("qwen3-0.6b", tmp_path)
+    assert card.of_base(source) == {"license": "other", "license_name": "own", "base_model": "Qwen/Qwen3-0.6B"}
+    (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
+    assert card.of_base(source) == {"base_model": "Qwen/Qwen3-0.6B"}
+    assert "has no metadata that can be read" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from train.base.options import Group, option
-from train.run import defaults, folder, headed, loop
+from train.run import card, defaults, folder, headed, loop
 from train.run.options import Options
 from train.run.start import start
 from train.state import state
@@ -97,5 +97,7 @@ def run(
             options.state, freeze=options.freeze, adapters=options.lora.rank > 0, parts=options.parts, head=head,
         )  # fmt: skip
         if started := start(options, trained, task, mesh, tokenizer, identity):
-            return loop.train(started)
+            exported = loop.train(started)
+            card.write(exported, options, started, model)
+            return exported
     return None

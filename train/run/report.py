@@ -12,11 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from convert.private import public
+from train.base.listing import plain
+from train.base.runfile import DerivedSteps
 from train.data.packing import Example, Survey
 from train.data.records import find_files
 from train.data.sets import OpenedSet
 from train.evaluate.validation import Validation, best
 from train.run.options import Options
+from train.state.state import Trained
 from train.watch import page
 from train.watch.plot import plot_losses
 from zoo.nn.heads import AbstractHead
@@ -90,13 +93,30 @@ def decoded(ids: Sequence[int], marks: Sequence[int], tokenizer: Tokenizer) -> I
             shown = end
 
 
+def parameters(trained: Trained) -> dict[str, int]:
+    """Returns the numbers of parameters of the model, without adapters, and of what is trained."""
+    return {"all": trained.parameters, "trained": sum(array.size for array in jax.tree.leaves(trained.abstract))}
+
+
+def overview(options: Options, trained: Trained, mesh: Mesh) -> dict[str, str]:
+    """Returns what a run trains, on which devices, and how long: the first table that it prints."""
+    count = parameters(trained)["trained"]
+    share = f"{count:,} parameters of adapters" if trained.adapters else f"{count:,} of its parameters"
+    step, derived = options.step, isinstance(options.optim.steps, DerivedSteps)
+    epochs = plain(options).get("epochs", 0) if derived else 0  # some scripts count steps alone
+    return {
+        "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
+        "model": f"{trained.name}, {trained.parameters:,} parameters",
+        "trained": "all of them" if count == trained.parameters else share,
+        "steps": f"{options.optim.steps:,}" + (f", which are {epochs:,} epochs" if epochs else ""),
+        "tokens a step": f"{step.batch * step.seq_len:,}, in {step.batch:,} rows of {step.seq_len:,}",
+        "peak learning rate": f"{options.optim.lr:.3g}, by {options.optim.optimizer}",
+        "precision": step.compute_dtype,
+    }
+
+
 def run(options: Options, out: pathlib.Path, mesh: Mesh, state: Any, step: Any, *arguments: Any) -> None:
     """Prints the memory of a device that a step with this state and arguments needs, and the disk space of the run."""
-    size = options.step.batch * options.step.seq_len
-    rows(
-        "Run",
-        {"steps": f"{options.optim.steps:,}", "tokens a step": f"{size:,}", "peak learning rate": options.optim.lr},
-    )
     rows("Memory of a device", memory(step, state, *arguments))
     rows("Disk", disk(out, state, options.checkpoints.keep + options.validation.keeps_best))
     rows("Mesh", devices(mesh))

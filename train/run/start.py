@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -91,7 +92,9 @@ def start(
         router_balance=router.router_balance, router_z=router.router_z,
         rebalance=rebalancing(router, family_of(trained.config), adapters=trained.adapters),
     )  # fmt: skip
-    out = folder.run_folder(options, manifest)
+    out, told = folder.run_folder(options, manifest), report.overview(options, trained, mesh)
+    if jax.process_index() == 0:
+        report.rows("Run", told)
     if options.dry_run:
         batch = put_batch(task.example or next(iter(task.data)), mesh, trained.abstract, task.reference)
         step = jit_train_step(abstract, recipe)
@@ -111,7 +114,7 @@ def start(
     folder.write_manifest(out, manifest, options)
     spikes, eval_every = (saved or {}).get("spikes"), options.validation.eval_every
     left = trained.abstract if options.freeze else None
-    watch = Watch(options.watch, out, n, new=new)
+    watch = Watch(options.watch, out, n, new=new, parameters=report.parameters(trained))
     return Run(
         out, manifest, trained, task, mesh, tokenizer, recipe,
         step=jit_train_step(state, recipe),

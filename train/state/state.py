@@ -85,6 +85,7 @@ class Trained:
     config: AbstractConfig
     abstract: Any  # shapes, dtypes and shardings of `make()`
     make: Callable[[], Any]
+    parameters: int = 0  # of the whole model, without adapters
     frozen: Any = None  # the rest of the model (`zoo.lora.split`, `split_frozen`); None: there is no rest
     adapters: bool = False  # whether only adapters are trained
 
@@ -115,6 +116,8 @@ def prepare(
     family, shape = family_of(config), dict(batch=step.batch // step.microbatches, seq_len=step.seq_len)
     check_mesh(mesh, skeleton(family, config, parts), family, **shape)
     prepared = lambda model: model if step.matmul == "float" else quantize_training(model, step.matmul)
+    abstract = abstract_model(config, family, mesh, parts, head)
+    count = sum(array.size for array in jax.tree.leaves(abstract))
     if adapters:
         if freeze:
             raise ValueError("--freeze is of no use to adapters, which are all that is trained: see --lora.where.")
@@ -124,13 +127,13 @@ def prepare(
                 "weights under them are in --compute-dtype, or as --quantize says."
             )
         model, frozen = lora.split(prepared(load()))
-        return Trained(name, config, model, lambda: model, frozen, adapters=True)
-    abstract = prepared(abstract_model(config, family, mesh, parts, head))
+        return Trained(name, config, model, lambda: model, count, frozen, adapters=True)
+    abstract = prepared(abstract)
     if not freeze:
-        return Trained(name, config, abstract, lambda: prepared(load()))
+        return Trained(name, config, abstract, lambda: prepared(load()), count)
     # Trained weights are loaded again when they are needed; otherwise the run would hold its first weights all along.
     part = lambda which: split_frozen(prepared(load()), freeze)[which]
-    return Trained(name, config, split_frozen(abstract, freeze)[0], lambda: part(0), part(1))
+    return Trained(name, config, split_frozen(abstract, freeze)[0], lambda: part(0), count, part(1))
 
 
 class TrainState(eqx.Module):

@@ -72,9 +72,12 @@ class Watch:
         out: the run's folder.
         n: number of steps that are done.
         new: whether the run begins here. If not, entries of later steps in the files are removed.
+        parameters: numbers of parameters, of the model and of what is trained, for run.json.
     """
 
-    def __init__(self, options: WatchOptions, out: pathlib.Path, n: int, *, new: bool):
+    def __init__(
+        self, options: WatchOptions, out: pathlib.Path, n: int, *, new: bool, parameters: Mapping[str, int] = {}
+    ):
         self._out, self.path, self.norms_due = out, out / "metrics.jsonl", options.norms_due
         before = read_metrics(self.path) if self.path.exists() else []
         after, logged = -1 if new else n, before[-1]["step"] if before else -1
@@ -82,8 +85,9 @@ class Watch:
         self._samples, self._after = MetricsFile(out / "samples.jsonl", step=after), after
         self._writes, self._step, self._drawn, self._took = jax.process_index() == 0, n, -math.inf, 0.0
         self.trackers: list[Tracker] = []
+        self._latest: dict[str, float] = {}
         if self._writes:
-            about = _noted(out, lambda about: _started(about, n))
+            about = _noted(out, lambda about: _started(about, n, parameters))
             self.trackers = [tracker(name, out, about, n, logged) for name in options.tracker]
 
     def __enter__(self) -> "Watch":
@@ -92,7 +96,7 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if not self._writes:
             return
-        ended = {"time": time.time(), "step": self._step}
+        ended = {"time": time.time(), "step": self._step, "metrics": self._latest}
         if error is not None:
             ended["error"] = f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError, ValueError):  # a second error would hide the first, such as of a full disk
@@ -106,6 +110,7 @@ class Watch:
         self._metrics.write(step, **values)
         self._step = step
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, SupportsFloat)}
+        self._latest |= {name: value for name, value in numbers.items() if math.isfinite(value)}
         self._tell("log", step, {named(name): value for name, value in numbers.items()})
         if self._writes and time.monotonic() - self._drawn >= max(EVERY, 100 * self._took):
             self._draw()
@@ -161,10 +166,12 @@ def _noted(folder: pathlib.Path, change: Any) -> dict[str, Any]:
     return about
 
 
-def _started(about: dict[str, Any], step: int) -> None:
+def _started(about: dict[str, Any], step: int, parameters: Mapping[str, int]) -> None:
     """Adds a start of the run to the content of run.json. The first start gives the run an id for trackers, too."""
     about.setdefault("id", uuid.uuid4().hex[:12])
-    about.setdefault("starts", []).append({"time": time.time(), "step": step, **origin()})
+    about.setdefault("starts", []).append(
+        {"time": time.time(), "step": step, **origin(), "parameters": dict(parameters)}
+    )
 
 
 def origin() -> dict[str, Any]:
