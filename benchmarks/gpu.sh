@@ -50,7 +50,7 @@ for part in "${parts[@]}"; do
     kernels)
         run kernels-attention $python -m benchmarks.kernels --only "${ATTENTION[@]}" --by triton mosaic cudnn xla \
             "jax.nn*" "torch cudnn" jnp torch --regions 5 --seconds 280 --out "$out/attention" "${rehearse[@]}"
-        run kernels-rest $python -m benchmarks.kernels --only "bf16 matmul*" "${REST[@]}" --by triton mosaic xla "lax*" \
+        run kernels-rest $python -m benchmarks.kernels --only "bf16 matmul*" "${REST[@]}" --by "triton*" mosaic xla "lax*" \
             "torch g*" "torch fla" "torch mamba_ssm" "whole*" jnp torch --regions 5 --seconds 220 --out "$out/rest" "${rehearse[@]}"
         ;;
     profile)

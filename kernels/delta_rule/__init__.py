@@ -49,10 +49,12 @@ def delta_rule(
       and all that follow have first derivatives only, in reverse mode.
     - "tpu": the same, with a scan over the chunks in Pallas for TPUs. "triton": with a scan for NVIDIA GPUs. On a CPU
       both are interpreted.
+    - "triton_fused": the same in five kernels for NVIDIA's Hopper and Blackwell GPUs, for q, k and v in bfloat16 and
+      one decay a head. Products are in bfloat16, with sums and states in float32.
 
-    None chooses by rank (`kernels.dispatch`): "triton" or "tpu" on their devices if they take the arguments, else
-    "xla", and "reference" for at most 16 tokens and for float64. The decode step is an operation of its own,
-    "delta_step".
+    None chooses by rank (`kernels.dispatch`): "triton_fused", "triton" or "tpu" on their devices if they take the
+    arguments, else "xla", and "reference" for at most 16 tokens and for float64. The decode step is an operation of
+    its own, "delta_step".
 
     Raises:
         ValueError: arguments contradict one another, or the implementation asked for cannot take them.

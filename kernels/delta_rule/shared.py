@@ -51,6 +51,21 @@ def scan_flops(matrices: Iterable[Sequence[int]], v_dim: int) -> int:
     return 2 * v_dim * sum(map(math.prod, matrices))
 
 
+def fused_products(kernel: str, dim: int, v_dim: int) -> int:
+    """Counts the multiply-adds of one token of one head in a kernel of `kernels.delta_rule.triton_fused`.
+
+    Those that invert a matrix from its blocks are left out.
+    """
+    counts = {
+        "pairs": (CHUNK + (CHUNK + BLOCK) // 2) * dim,
+        "forward": (3 * dim + 2 * CHUNK) * v_dim,
+        "backward": (3 * dim + 2 * CHUNK) * v_dim,
+        "values": (dim + 3 * CHUNK) * v_dim + CHUNK * (2 * CHUNK + dim),
+        "keys": 3 * dim * v_dim + 4 * CHUNK * dim,
+    }
+    return counts[kernel]
+
+
 class Parts(NamedTuple):
     """The arrays of all chunks that a scan needs, in float32.
 

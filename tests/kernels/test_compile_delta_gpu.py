@@ -8,16 +8,20 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import kernels
 from kernels import Slots, Tokens
 from kernels.delta_rule import triton as delta_rule_triton
 from kernels.delta_rule.shared import CHUNK, Formula, Parts
 from kernels.delta_step import triton as delta_step_triton
-from tests.kernels.gpu import Case, complaints, needs_compiler
+from tests.kernels.gpu import Case, complaints, mesh_of, needs_compiler
+from train.planning import breakdown
 
 
 KERNELS = "delta_rule_forward", "delta_rule_backward"
+FUSED = tuple(f"delta_rule_fused_{kernel}" for kernel in ("pairs", "forward", "backward", "values", "keys"))
 
 
 def array(*shape, dtype=jnp.float32):
@@ -58,6 +62,26 @@ def whole(seq, heads, dim):
     return Case(both, (segments, (q, state), q, q, q, of_tokens(), of_tokens(), state), KERNELS, temporary)
 
 
+def row(dim, v_dim, *, heads=16, v_heads=32, card="h200", implementation="triton_fused", backward=True):
+    """Returns a row of 8,192 tokens, forward and backward, from its first state to its last one."""
+    seq = 8192
+    of_tokens = lambda *more: array(1, seq, *more, dtype=jnp.bfloat16)
+    v, numbers, state = of_tokens(v_heads, v_dim), array(1, seq, v_heads), array(1, v_heads, dim, v_dim)
+
+    def both(gradients, *given):
+        options = dict(scale=dim**-0.5, implementation=implementation)
+        run = lambda *x: kernels.delta_rule(*x[:-1], state=x[-1], **options)
+        if not backward:
+            return run(*given)
+        out, gradient = jax.vjp(run, *given)
+        return out, gradient(gradients)
+
+    k, matrices = of_tokens(heads, dim), 2 * seq * v_heads * CHUNK  # bytes of one of [tokens, tokens] a chunk
+    states = 2 * v_heads * seq // CHUNK * dim * v_dim
+    temporary = 2 * states + 4 * matrices + 5 * 2 * seq * v_heads * v_dim
+    return Case(both, ((v, state), k, k, v, numbers, numbers, state), FUSED, temporary, card)
+
+
 def step(dim, v_dim, *, decays=1, erase=True, card="h200"):
     """Returns a step with one token in each of four rows, on a cache of two layers with three slots a row. No matrices
     are multiplied, and no array beside the cache is as large as a state.
@@ -83,6 +107,10 @@ CASES = {
     "RTX 4090, one token": step(128, 128, card="4090"),
     "Qwen3-Next, packed": whole(4096, 2, 128),
     "Qwen3-Next, Kimi Linear": triton(128, 128),
+    "Qwen3.5": row(128, 128),
+    "B200, Qwen3.5": row(128, 128, card="b200"),
+    "Qwen3.5, over the context": row(128, 256),
+    "D64": row(64, 64),
     "Nemotron-H": triton(128, 64, erase=False),
     "RTX 4090": triton(128, 128, card="4090"),
     "RTX 4090, D256": triton(256, 128, card="4090"),
@@ -94,3 +122,29 @@ CASES = {
 def test_gpu():
     """Only the kernels that XLA itself makes around ours may spill."""
     assert [complaint for complaint in complaints(__file__) if "fusion spills" not in complaint] == []
+
+
+def program(case):
+    """Returns the text of a case's compiled program, and the bytes that it moves."""
+    mesh = mesh_of(case.card)
+    on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        text = jax.jit(case.function).lower(*jax.tree.map(on_mesh, case.arguments)).compile().as_text()
+    return text, sum(kernel.bytes * kernel.times for kernel in breakdown.kernels(text))
+
+
+@needs_compiler
+def test_bytes_of_the_fused_kernels():
+    """Forward and backward of 8,192 tokens of Qwen3.5 move at most 2.5 GB, and no large array is in float32."""
+    text, moved = program(CASES["Qwen3.5"])
+    assert len([kernel for kernel in breakdown.kernels(text) if kernel.kind == breakdown.RECURRENCE]) == len(FUSED)
+    assert moved < 2.5e9, moved
+    assert "f32[1,8192,32,128]" not in text and "f32[1,32,8192,128]" not in text
+
+
+if __name__ == "__main__":
+    for name in ("triton", "triton_fused"):
+        for which in ("forward", "forward and backward"):
+            text, moved = program(row(128, 128, implementation=name, backward=which != "forward"))
+            flops = sum(kernel.flops * kernel.times for kernel in breakdown.kernels(text))
+            print(f"{name}, {which}: {moved / 1e9:.2f} GB, {flops / 1e9:.0f} GFLOP")

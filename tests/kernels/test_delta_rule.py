@@ -249,6 +249,98 @@ def test_half_precision_is_rounded_once():
         assert error(ours, out) < 2e-3 and error(state, last) < 1e-3, implementation
 
 
+# Two chunks, the second not full, in which documents begin and padding ends the first row.
+HALF_SEGMENTS = np.stack([np.repeat([1, 2, 3, 0], [38, 1, 48, 13]), np.repeat([5, 4], [64, 36])])
+
+
+def in_half(segments, heads, v_heads, dim, v_dim, *, strength):
+    """Returns q, k and v in bfloat16, decay, beta and the first state, then the gradients of the two results. Half of
+    the decays have this strength at most, and the others are weak.
+    """
+    random, (batch, seq) = np.random.default_rng(7), segments.shape
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    normal = lambda *shape: random.normal(size=shape)
+    q, k = (unit(normal(batch, seq, heads, dim)) for _ in range(2))
+    v, d_out = (normal(batch, seq, v_heads, v_dim) for _ in range(2))
+    state, d_last = (normal(batch, v_heads, dim, v_dim).astype(np.float32) for _ in range(2))
+    decay, beta = -0.1 * random.random((batch, seq, v_heads)), random.random((batch, seq, v_heads))
+    decay = np.where(random.random(decay.shape) < 0.5, strength, 1) * decay
+    q, k, v, d_out = (x.astype(jnp.bfloat16) for x in (q, k, v, d_out))
+    return (q, k, v, decay.astype(np.float32), beta.astype(np.float32), state), (d_out, d_last)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def run_half(implementation, given, gradients, segments):
+    def rule(*x):
+        out, last = kernels.delta_rule(
+            *x[:-1], Tokens(segments=segments), state=x[-1], scale=SCALE, implementation=implementation
+        )
+        return out.astype(jnp.bfloat16), last
+
+    out, pull = jax.vjp(rule, *given)
+    return *out, *pull(gradients)
+
+
+def hold_half(segments, *sizes, strength):
+    """Compares the fused kernels' results and gradients with those of single tokens in float32."""
+    given, gradients = in_half(segments, *sizes, strength=strength)
+    for x in given[:-1]:
+        x[segments == 0] = np.nan
+    exact = (*(x.astype(np.float32) for x in given[:3]), *given[3:])
+    ours = jax.device_get(run_half("triton_fused", given, gradients, segments))
+    theirs = jax.device_get(run_half("reference", exact, gradients, segments))
+    for n, (name, one, other) in enumerate(zip(NAMES, ours, theirs, strict=True)):
+        if name == "out":
+            one, other = (np.where((segments == 0)[..., None, None], 0, x) for x in (one, other))
+        assert error(one, np.asarray(other, np.float64)) < (4e-3 if n < 2 else 1e-2), name
+
+
+@pytest.mark.parametrize("strength", [1.0, 1e6])
+def test_fused_kernels(strength):
+    """Outputs, states and gradients are right with packed documents, padding, groups, states and decays of any size."""
+    hold_half(HALF_SEGMENTS, 1, 2, 32, 32, strength=strength)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 128, 128), (2, 2, 64, 256), (1, 3, 128, 64)])
+def test_fused_kernels_of_models_sizes(sizes):
+    hold_half(np.repeat([[1, 2]], [100, 284], axis=1), *sizes, strength=100.0)
+
+
+def test_fused_kernels_run_once_where_a_policy_saves_their_results():
+    """Without the names the forward loop runs a second time, in the backward pass."""
+    given, _ = in_half(HALF_SEGMENTS, 1, 2, 32, 32, strength=1.0)
+
+    def loops(policy):
+        rule = lambda *x: kernels.delta_rule(*x[:-1], state=x[-1], scale=SCALE, implementation="triton_fused")[0]
+        layer = jax.checkpoint(lambda *x: jnp.sin(rule(*x)), policy=policy)
+        text = str(jax.make_jaxpr(jax.grad(lambda *x: layer(*x).astype(jnp.float32).sum()))(*given))
+        return [text.count(f"name=delta_rule_fused_{kernel}") for kernel in ("forward", "backward")]
+
+    assert loops(jax.checkpoint_policies.nothing_saveable) == [2, 1]
+    assert loops(jax.checkpoint_policies.save_only_these_names(shared.SAVED)) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("of_arrays", "sizes", "options", "reason"),
+    [
+        ({}, (1, 2, 64, 96), {}, "its keys have 16, 32, 64 or 128 features and its values 16, 32, 64, 128 or 256, "
+         "and these have 64 and 96"),
+        ({}, (1, 2, 32, 32), dict(erase=False), "it subtracts what the state answers to a key, and erase is False"),
+        (dict(by_channel=True), (1, 2, 32, 32), {}, "it has one decay for a head, and here each channel has its own"),
+        (dict(dtype=np.float32), (1, 2, 32, 32), {}, "it is for bfloat16, and q, k and v are float32"),
+    ],
+)  # fmt: skip
+def test_fused_kernels_refuse(of_arrays, sizes, options, reason):
+    (q, k, v, decay, beta, _), _ = in_half(HALF_SEGMENTS, *sizes, strength=1.0)
+    if "dtype" in of_arrays:
+        q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    if "by_channel" in of_arrays:
+        decay = np.repeat(decay[..., None], q.shape[3], axis=3)
+    (choice,) = kernels.explain(functools.partial(kernels.delta_rule, scale=SCALE, **options), q, k, v, decay, beta)
+    assert choice.implementation == "xla" and choice.others["triton_fused"] == reason
+
+
 @pytest.mark.parametrize("of", [triton, delta_rule_tpu])
 def test_kernels_scan_as_plain_jax_does(of):
     """The kernels' scans equal plain JAX's by chunks, for features that fill no block, with erasing and without. All

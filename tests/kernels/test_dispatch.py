@@ -33,7 +33,7 @@ ASKED = {
     "coded_matmul": ("reference", "triton reference", "tpu reference", ""),
     "cross_entropy": ("xla reference", "xla reference", "xla reference", ""),
     "decode_attention": ("xla reference", "triton xla reference", "tpu xla reference", ""),
-    "delta_rule": ("xla reference", "triton xla reference", "tpu xla reference", ""),
+    "delta_rule": ("xla reference", "triton_fused triton xla reference", "tpu xla reference", ""),
     "delta_step": ("reference", "triton reference", "tpu reference", ""),
     "quantized_matmul": ("xla reference", "triton xla reference", "tpu xla reference", ""),
     "ragged_dot": ("xla reference", "triton xla reference", "tpu xla reference", "mosaic"),
@@ -247,6 +247,9 @@ def test_why_a_card_is_refused():
     with on("NVIDIA A10"):
         (choice,) = kernels.explain(call, *arguments)
     assert choice.others["triton"] == "it needs a GPU of compute capability 8.9 or newer, and this NVIDIA A10 has 8.6"
+    with on("NVIDIA GeForce RTX 5090"):
+        (choice,) = kernels.explain(CALLS["`delta_rule`"][0], *CALLS["`delta_rule`"][1])
+    assert choice.others["triton_fused"] == "it needs 227 KB of shared memory, and this NVIDIA GeForce RTX 5090 has 99"
     with on("AMD Instinct MI300X"):
         assert elsewhere("gpu") == "it is for NVIDIA GPUs, and this is a AMD Instinct MI300X"
         assert elsewhere("tpu") == "it is for a TPU, and this is a AMD Instinct MI300X"
@@ -269,8 +272,9 @@ def test_without_pallas_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     monkeypatch.delattr(pallas, "triton", raising=False)
     for folder in ("backends", *dispatch.operations()):
-        monkeypatch.delitem(sys.modules, f"kernels.{folder}.triton", raising=False)
-        monkeypatch.delattr(sys.modules.get(f"kernels.{folder}"), "triton", raising=False)
+        for name in ("triton", "triton_fused"):
+            monkeypatch.delitem(sys.modules, f"kernels.{folder}.{name}", raising=False)
+            monkeypatch.delattr(sys.modules.get(f"kernels.{folder}"), name, raising=False)
     monkeypatch.setattr(cudnn, "refusal", lambda *_, **__: "left out")
     with on("NVIDIA H200"):
         for call, arguments in CALLS.values():

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kernels.delta_rule.shared import fused_products
 from train.base.chips import CHIPS
 from train.planning import breakdown
 from train.planning.ahead import Program, compile_ahead
@@ -108,6 +109,11 @@ ENTRY %main (q: bf16[2,32,4,16], k: bf16[2,32,2,16], v: bf16[2,32,2,16]) -> s32[
   %library = bf16[2,32,4,16]{3,1,2,0} custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","4","32","32"]}}}
   %stated = bf16[2,4,32,16]{3,2,1,0:T(8,128)S(1)} custom-call(%q), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/attention_dq/pallas_call"}, backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"7","flops":"1000"}}}
   %chunks = f32[3,2,4,16,64]{4,3,2,1,0} custom-call(%alone, %erased, %keys, %fade, %state), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/delta_rule_forward/pallas_call"}
+  %fused = (bf16[2,128,4,32]{3,2,1,0}, f32[2,4,32,32]{3,2,1,0}) custom-call(%keys_of_tokens, %values, %decays, %first), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/delta_rule_fused_forward/pallas_call"}
+  %keys_of_tokens = bf16[2,128,2,32]{3,2,1,0} parameter(16)
+  %values = bf16[2,128,4,32]{3,2,1,0} parameter(17)
+  %decays = f32[2,4,128]{2,1,0} parameter(18)
+  %first = f32[2,4,32,32]{3,2,1,0} parameter(19)
   %alone = f32[3,2,4,16,64]{4,3,2,1,0} parameter(11)
   %erased = f32[3,2,4,64,32]{4,3,2,1,0} parameter(12)
   %keys = f32[3,2,4,32,64]{4,3,2,1,0} parameter(13)
@@ -147,6 +153,12 @@ def test_every_kind_of_kernel():
         Kernel(breakdown.BACKWARD, 5 * pairs, 2 * 6 * head, 1, 0.54),
         Kernel(breakdown.BACKWARD, 500, 2 * 2 * head, 1, 0.39),  # the result stays in fast memory
         Kernel(breakdown.RECURRENCE, 2 * tokens * 2 * 32 * 16, 4 * (tokens * (2 * 16 + 2 * 32) + 8 * (3 + 16) * 32), 1),
+        Kernel(
+            breakdown.RECURRENCE,
+            2 * 1024 * fused_products("forward", 32, 32),
+            2 * 32 * (512 + 2 * 1024) + 4 * (1024 + 2 * 8 * 32 * 32),
+            1,
+        ),
         Kernel(breakdown.PRODUCTS, 2 * 64 * 2 * 8, 2 * (8 * 64 + 2 * 8 + 64 * 2), 1),
         Kernel(breakdown.PRODUCTS, 2 * 8 * 16 * 32 * 4, 2 * 8 * (16 * 4 + 4 * 32 + 16 * 32), 1),
         Kernel(breakdown.SCATTERS, 0, 3 * 4 * part + 4 * 8, 1),

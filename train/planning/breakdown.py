@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels.delta_rule.shared import scan_flops
+from kernels.delta_rule.shared import fused_products, scan_flops
 from train.base.chips import Chip
 from train.planning import hlo
 
@@ -343,6 +343,10 @@ def _custom(i: Instruction, home: Computation, seen: float, turns: int) -> Kerne
         case "ragged_dot", _:
             inner = next(each[1] for each in arrays if len(each) == 2)
             return Kernel(GROUPED, 2.0 * math.prod(_shape(i.result)) * inner, moved, 1, EXPERTS[target])
+        case "delta_rule", pass_ if pass_.startswith("fused_"):
+            (*_, dim), (batch, heads, seq) = arrays[0], next(each for each in arrays if len(each) == 3)
+            products = fused_products(pass_.removeprefix("fused_"), dim, arrays[-1][-1])
+            return Kernel(RECURRENCE, 2.0 * batch * heads * seq * products, moved, 1)
         case "delta_rule", _:  # limited by memory, so that the lower rate of TF32 does not matter
             matrices, (*_, v_wide, _) = arrays[1:-2], arrays[-1]  # arrays[-2]: the decay of states
             return Kernel(RECURRENCE, float(stated[1] if stated else scan_flops(matrices, v_wide)), moved, 1)

@@ -1,0 +1,458 @@
+"""The gated delta rule in bfloat16 for NVIDIA GPUs, fused in five Pallas-Triton kernels.
+
+`kernels.delta_rule.shared` has the derivation in chunks. Here the arrays between the kernels are those of a chunk's
+tokens in bfloat16. In a chunk let S be the state before it, e_i = exp(G_i) the decay up to token i, D_ij the decay from
+token j to token i, 0 for i < j, and r_i the decay from token i to the end. With matrices of a token a row:
+
+    M = (1 + tril(beta_i D_ij k_i . k_j, -1))^-1        P_ij = scale D_ij q_i . k_j
+    W = V - e K S        V' = M (beta W)        out = scale e Q S + P V'        S' = e_last S + K^T (r V')
+
+1. `pairs` computes M and P, for all chunks at once.
+2. `forward` loops over the chunks with columns of a head's state in registers.
+3. `backward` does the same from the last chunk on, with the gradient of the state.
+4. `values` computes V' again, and from it the gradients of M, P and beta, for all chunks at once.
+5. `keys` sums the gradients of q and k over the heads of a group, and computes those of G.
+
+A document that begins is a decay to exactly 0, so it needs no mask.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float
+
+from kernels.backends import blocks
+from kernels.backends.device import device, elsewhere
+from kernels.backends.triton import dot, exp2, launch, load, store
+from kernels.delta_rule.shared import BLOCK, CHUNK, SAVED, fused_products
+
+
+PLATFORMS = ("gpu",)
+RANK = 1
+
+WIDTHS = 16, 32, 64, 128  # features of a key
+V_WIDTHS = *WIDTHS, 256
+SHARED = 227  # kilobytes of shared memory that its blocks fit in
+LOG2_E = math.log2(math.e)
+STRONGEST = -100.0  # a decay of a stronger logarithm is 0 in float32, also as the sum of others
+RESTART = -150.0  # its power is 0 in float32, without denormal numbers
+
+
+def refusal(
+    q: Array, k: Array, v: Array, decay: Array, beta: Array, restart: Array, state: Array, *, scale: float, erase: bool
+) -> str | None:
+    """Returns why this implementation cannot take these arguments of `delta_rule`, or None if it can."""
+    if not erase:
+        return "it subtracts what the state answers to a key, and erase is False"
+    if decay.ndim == 4:
+        return "it has one decay for a head, and here each channel has its own"
+    if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
+        dtypes = sorted({x.dtype.name for x in (q, k, v)})
+        return f"it is for bfloat16, and q, k and v are {' and '.join(dtypes)}"
+    if k.shape[3] not in WIDTHS or v.shape[3] not in V_WIDTHS:
+        return (
+            f"its keys have {_listed(WIDTHS)} features and its values {_listed(V_WIDTHS)}, and these have "
+            f"{k.shape[3]} and {v.shape[3]}"
+        )
+    if not k.size or not v.size:
+        return "it needs a token and a head at least"
+    reason, here = elsewhere("gpu", (9, 0)), device()
+    if reason is None and here.platform == "gpu" and here.shared < SHARED:
+        return f"it needs {SHARED} KB of shared memory, and this {here.kind} has {here.shared}"
+    return reason
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "erase"))  # so that calls outside jit compile once, too
+def delta_rule(
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch seq heads dim"],
+    v: Float[Array, "batch seq v_heads v_dim"],
+    decay: Float[Array, "batch seq v_heads"],
+    beta: Float[Array, "batch seq v_heads"],
+    restart: Bool[Array, "batch seq"],
+    state: Float[Array, "batch v_heads dim v_dim"],
+    *,
+    scale: float,
+    erase: bool,
+) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"]]:
+    """Computes `kernels.delta_rule`. Tokens that fill the last chunk have keys of 0, and change no state."""
+    del erase
+    seq = v.shape[1]
+    filled = lambda x: jnp.pad(x, ((0, 0), (0, -seq % CHUNK)) + ((0, 0),) * (x.ndim - 2))
+    numbers = lambda x: filled(x.astype(jnp.float32)).swapaxes(1, 2)
+    decay = jnp.where(restart[..., None], RESTART, jnp.maximum(decay.astype(jnp.float32), STRONGEST))
+    out, state = _delta_rule(scale, filled(q), filled(k), filled(v), numbers(decay), numbers(beta), state)
+    return out[:, :seq], state
+
+
+class _Chunks(NamedTuple):
+    """The arrays of all chunks that the kernels after `pairs` read."""
+
+    q: Float[Array, "batch seq heads dim"]
+    k: Float[Array, "batch seq heads dim"]
+    v: Float[Array, "batch seq v_heads v_dim"]
+    total: Float[Array, "batch v_heads seq"]  # the binary logarithm of the decay since before the chunk
+    beta: Float[Array, "batch v_heads seq"]
+    inverse: Float[Array, "batch v_heads seq tokens"]  # M - 1: M's diagonal is not rounded
+    pairs: Float[Array, "batch v_heads seq tokens"]  # P
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _delta_rule(scale: float, *given: Array) -> tuple[Array, Array]:
+    out, last, *_ = _run(scale, given, keep=False)
+    return out, last
+
+
+def _forward(scale: float, *given: Array) -> tuple[tuple[Array, Array], tuple[_Chunks, Array]]:
+    out, last, states, chunks = _run(scale, given, keep=True)
+    named = functools.partial(checkpoint_name, name=SAVED)
+    return (named(out), last), (chunks, named(states))
+
+
+def _run(scale: float, given: tuple[Array, ...], keep: bool) -> tuple[Array, Array, Array | None, _Chunks]:
+    """Returns the outputs, the last state, the states before the chunks if `keep` (else None), and the chunks."""
+    q, k, v, decay, beta, state = given
+    total = LOG2_E * lax.cumsum(_by_chunk(decay), axis=3).reshape(decay.shape)
+    matrices = _array(q, *beta.shape, CHUNK)
+    inverse, pairs = _launch("pairs", _pairs_kernel, scale, k, v, (q, k, total, beta), (matrices, matrices))
+    chunks = _Chunks(q, k, v, total, beta, inverse, pairs)
+    batch, heads, *matrix = state.shape
+    states = _array(q, batch, heads, v.shape[1] // CHUNK, *matrix) if keep else None
+    results = _array(v), _array(state), states
+    return *_launch("forward", _forward_kernel, scale, k, v, (*chunks, state), results), chunks
+
+
+def _backward(scale: float, residuals: tuple[_Chunks, Array], gradients: tuple[Array, Array]) -> tuple[Array, ...]:
+    (chunks, states), (d_out, d_last) = residuals, gradients
+    q, k, v, total, beta, inverse, pairs = chunks
+    launch = lambda name, kernel, *more: _launch(name, kernel, scale, k, v, *more)
+    d_written, d_v, d_states, d_first = launch(
+        "backward",
+        _backward_kernel,
+        (q, k, total, beta, inverse, pairs, d_out, d_last),
+        (_array(v), _array(v), _array(states), _array(d_last)),
+    )
+    written, d_pairs, d_own, d_keys, d_beta = launch(
+        "values",
+        _values_kernel,
+        (k, v, total, beta, inverse, d_out, d_written, states),
+        (_array(v), _array(pairs), _array(beta), _array(pairs), _array(beta)),
+    )
+    parts = k.shape[3] // _sizes("keys", k, v)["dim"]
+    d_q, d_k, *sums = launch(
+        "keys",
+        _keys_kernel,
+        (q, k, total, d_out, written, d_v, d_pairs, d_own, d_keys, states, d_states),
+        (_array(q), _array(k), *[_array(beta, parts, *beta.shape)] * 2, _array(beta, parts, *states.shape[:3])),
+    )
+    d_total, d_until, d_fade = (x.sum(axis=0) for x in sums)
+    # A decay is in the totals of its token and those after it, and it decays what tokens before it leave to the chunk's
+    # end. The latter are summed by themselves, because their difference from the sum of all would have fewer digits.
+    d_decay = lax.cumsum(_by_chunk(d_total), axis=3, reverse=True) + d_fade[..., None]
+    d_decay += lax.cumsum(_by_chunk(d_until), axis=3) - _by_chunk(d_until)
+    return d_q, d_k, d_v, d_decay.reshape(beta.shape), d_beta, d_first
+
+
+_delta_rule.defvjp(_forward, _backward)
+
+
+def _array(like: Array, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape or like.shape, like.dtype)
+
+
+def _by_chunk(x: Float[Array, "batch v_heads seq"]) -> Float[Array, "batch v_heads chunks tokens"]:
+    return x.reshape(*x.shape[:2], -1, CHUNK)
+
+
+def _sizes(kernel: str, k: Array, v: Array) -> dict[str, int]:
+    """Returns the sizes of a kernel's blocks: the features of keys, "dim", or of values, "v", at a time."""
+    size = blocks.sizes(__name__, kernel, k.dtype, f"d{max(k.shape[3], v.shape[3])}")
+    return size | {side: min(size[side], x.shape[3]) for side, x in {"dim": k, "v": v}.items() if side in size}
+
+
+def _launch(
+    kernel: str, body: Callable[..., None], scale: float, k: Array, v: Array, operands: Sequence[Array], results: Any
+) -> Any:
+    (batch, seq, kv_heads, dim), (*_, heads, v_dim), size = k.shape, v.shape, _sizes(kernel, k, v)
+    by_chunk = (seq // CHUNK, heads, batch)
+    grids = {
+        "forward": (v_dim // size.get("v", 1), heads, batch),
+        "backward": (v_dim // size.get("v", 1), heads, batch),
+        "keys": (dim // size.get("dim", 1), seq // CHUNK, batch * kv_heads),
+    }
+    return launch(
+        functools.partial(body, scale, size),
+        *operands,
+        name=f"delta_rule_fused_{kernel}",
+        grid=grids.get(kernel, by_chunk),
+        results=results,
+        warps=size["warps"],
+        stages=size["stages"],
+        cost=pl.CostEstimate(
+            flops=2 * batch * seq * heads * fused_products(kernel, dim, v_dim),
+            transcendentals=0,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((operands, results))),
+        ),
+    )
+
+
+def _pairs_kernel(
+    scale: float,
+    size: dict[str, int],
+    q_ref: Any,
+    k_ref: Any,
+    total_ref: Any,
+    beta_ref: Any,
+    inverse_ref: Any,
+    pairs_ref: Any,
+) -> None:
+    """Inverts by blocks of `BLOCK` tokens: those on the diagonal row by row, and then the others from them."""
+    chunk, head, batch = (pl.program_id(axis) for axis in range(3))
+    kv_head, of_head = lax.div(head, beta_ref.shape[1] // k_ref.shape[2]), (batch, head)
+    rows = _rows(chunk)
+    total = load(total_ref.at[*of_head, rows])
+    products = dot(load(q_ref.at[batch, rows, kv_head]), load(k_ref.at[batch, rows, kv_head]), over=(1, 1))
+    store(pairs_ref.at[*of_head, rows], (scale * products * _decays(total, total)).astype(pairs_ref.dtype))
+
+    n, token = CHUNK // BLOCK, jnp.arange(BLOCK, dtype=jnp.int32)
+    parts = [pl.ds(chunk * CHUNK + i * BLOCK, BLOCK) for i in range(n)]
+    keys = [load(k_ref.at[batch, part, kv_head]) for part in parts]
+    totals, betas = ([load(ref.at[*of_head, part]) for part in parts] for ref in (total_ref, beta_ref))
+    later, eye = token[:, None] > token[None, :], (token[:, None] == token[None, :]).astype(jnp.float32)
+    lower = {}
+    for i, j in itertools.combinations_with_replacement(range(n), 2):
+        decays = _decays(totals[j], totals[i]) if i == j else _power(totals[j][:, None] - totals[i][None, :])
+        lower[j, i] = betas[j][:, None] * dot(keys[j], keys[i], over=(1, 1)) * decays
+
+    def solve(row: Array, found: list[Array]) -> list[Array]:
+        here = token[:, None] == row
+        of_row = [jnp.sum(jnp.where(here & later, lower[i, i], 0), axis=0) for i in range(n)]
+        new = [jnp.sum(x[:, None] * f, axis=0) for x, f in zip(of_row, found, strict=True)]
+        return [jnp.where(here, f - x[None, :], f) for x, f in zip(new, found, strict=True)]
+
+    found = dict(zip(((i, i) for i in range(n)), lax.fori_loop(1, BLOCK, solve, [eye] * n), strict=True))
+    for apart in range(1, n):
+        for j in range(n - apart):
+            i = j + apart
+            total = functools.reduce(jnp.add, [_product(lower[i, m], found[m, j]) for m in range(j, i)])
+            found[i, j] = -_product(found[i, i], total)
+    for i in range(n):
+        for j in range(n):
+            block = found[i, j] if i > j else found[i, i] - eye if i == j else jnp.zeros_like(eye)
+            store(inverse_ref.at[*of_head, parts[i], pl.ds(j * BLOCK, BLOCK)], block.astype(inverse_ref.dtype))
+
+
+def _forward_kernel(
+    scale: float,
+    size: dict[str, int],
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    total_ref: Any,
+    beta_ref: Any,
+    inverse_ref: Any,
+    pairs_ref: Any,
+    first_ref: Any,
+    out_ref: Any,
+    last_ref: Any,
+    states_ref: Any,
+) -> None:
+    part, head, batch = (pl.program_id(axis) for axis in range(3))
+    kv_head, of_head = lax.div(head, v_ref.shape[2] // k_ref.shape[2]), (batch, head)
+    columns = pl.ds(part * size["v"], size["v"])
+
+    def step(chunk: Array, state: Array) -> Array:
+        rows, before = _rows(chunk), state.astype(k_ref.dtype)
+        if states_ref is not None:
+            store(states_ref.at[*of_head, chunk, :, columns], before)
+        q, k = load(q_ref.at[batch, rows, kv_head]), load(k_ref.at[batch, rows, kv_head])
+        since, until, whole = _fades(total_ref, of_head, chunk)
+        new = load(v_ref.at[batch, rows, head, columns]).astype(jnp.float32) - since * dot(k, before)
+        new = load(beta_ref.at[*of_head, rows])[:, None] * new
+        written = new + dot(load(inverse_ref.at[*of_head, rows]), new.astype(k.dtype))
+        out = (scale * since) * dot(q, before) + dot(load(pairs_ref.at[*of_head, rows]), written.astype(k.dtype))
+        store(out_ref.at[batch, rows, head, columns], out.astype(out_ref.dtype))
+        return whole * state + dot(k, (until * written).astype(k.dtype), over=(0, 0))
+
+    chunks = total_ref.shape[2] // CHUNK
+    store(last_ref.at[*of_head, :, columns], lax.fori_loop(0, chunks, step, load(first_ref.at[*of_head, :, columns])))
+
+
+def _backward_kernel(
+    scale: float,
+    size: dict[str, int],
+    q_ref: Any,
+    k_ref: Any,
+    total_ref: Any,
+    beta_ref: Any,
+    inverse_ref: Any,
+    pairs_ref: Any,
+    d_out_ref: Any,
+    d_last_ref: Any,
+    d_written_ref: Any,
+    d_v_ref: Any,
+    d_states_ref: Any,
+    d_first_ref: Any,
+) -> None:
+    part, head, batch = (pl.program_id(axis) for axis in range(3))
+    kv_head, of_head = lax.div(head, d_out_ref.shape[2] // k_ref.shape[2]), (batch, head)
+    columns, chunks = pl.ds(part * size["v"], size["v"]), total_ref.shape[2] // CHUNK
+
+    def step(n: Array, d_state: Array) -> Array:
+        chunk = chunks - 1 - n
+        rows, after = _rows(chunk), d_state.astype(k_ref.dtype)
+        store(d_states_ref.at[*of_head, chunk, :, columns], after)
+        q, k = load(q_ref.at[batch, rows, kv_head]), load(k_ref.at[batch, rows, kv_head])
+        d_out = load(d_out_ref.at[batch, rows, head, columns])
+        since, until, whole = _fades(total_ref, of_head, chunk)
+        d_written = until * dot(k, after) + dot(load(pairs_ref.at[*of_head, rows]), d_out, over=(0, 0))
+        rounded = d_written.astype(k.dtype)
+        store(d_written_ref.at[batch, rows, head, columns], rounded)
+        d_new = d_written + dot(load(inverse_ref.at[*of_head, rows]), rounded, over=(0, 0))
+        d_v = load(beta_ref.at[*of_head, rows])[:, None] * d_new
+        store(d_v_ref.at[batch, rows, head, columns], d_v.astype(d_v_ref.dtype))
+        d_state = whole * d_state - dot(k, (since * d_v).astype(k.dtype), over=(0, 0))
+        return d_state + dot(q, ((scale * since) * d_out.astype(jnp.float32)).astype(q.dtype), over=(0, 0))
+
+    d_state = lax.fori_loop(0, chunks, step, load(d_last_ref.at[*of_head, :, columns]))
+    store(d_first_ref.at[*of_head, :, columns], d_state)
+
+
+def _values_kernel(
+    scale: float,
+    size: dict[str, int],
+    k_ref: Any,
+    v_ref: Any,
+    total_ref: Any,
+    beta_ref: Any,
+    inverse_ref: Any,
+    d_out_ref: Any,
+    d_written_ref: Any,
+    states_ref: Any,
+    written_ref: Any,
+    d_pairs_ref: Any,
+    d_own_ref: Any,
+    d_keys_ref: Any,
+    d_beta_ref: Any,
+) -> None:
+    """Returns the gradients of Q K^T, its diagonal by itself, and of K K^T, below the diagonal."""
+    chunk, head, batch = (pl.program_id(axis) for axis in range(3))
+    kv_head, of_head = lax.div(head, v_ref.shape[2] // k_ref.shape[2]), (batch, head)
+    rows = _rows(chunk)
+    k, inverse = load(k_ref.at[batch, rows, kv_head]), load(inverse_ref.at[*of_head, rows])
+    total, beta = load(total_ref.at[*of_head, rows]), load(beta_ref.at[*of_head, rows])
+    since = _power(total)[:, None]
+    d_pairs, d_inverse = (jnp.zeros((CHUNK, CHUNK), jnp.float32) for _ in range(2))
+    for start in range(0, v_ref.shape[3], size["v"]):
+        columns = pl.ds(start, size["v"])
+        new = load(v_ref.at[batch, rows, head, columns]).astype(jnp.float32)
+        new -= since * dot(k, load(states_ref.at[*of_head, chunk, :, columns]))
+        d_inverse += dot(load(d_written_ref.at[batch, rows, head, columns]), new.astype(k.dtype), over=(1, 1))
+        new *= beta[:, None]
+        written = (new + dot(inverse, new.astype(k.dtype))).astype(k.dtype)
+        store(written_ref.at[batch, rows, head, columns], written)
+        d_pairs += dot(load(d_out_ref.at[batch, rows, head, columns]), written, over=(1, 1))
+    token = jnp.arange(CHUNK, dtype=jnp.int32)
+    same, later = token[:, None] == token[None, :], token[:, None] > token[None, :]
+    store(d_own_ref.at[*of_head, rows], scale * jnp.sum(jnp.where(same, d_pairs, 0), axis=1))
+    decays = jnp.where(later, _decays(total, total), 0)
+    store(d_pairs_ref.at[*of_head, rows], (scale * d_pairs * decays).astype(d_pairs_ref.dtype))
+    # M's gradient is d_inverse times beta, of its columns. That of the matrix that it inverts is -M^T dM M^T.
+    d_beta = jnp.sum((inverse.astype(jnp.float32) + same.astype(jnp.float32)) * d_inverse, axis=0)
+    d_inverse *= beta[None, :]
+    d_inverse += dot(inverse, d_inverse.astype(k.dtype), over=(0, 0))
+    d_inverse += dot(d_inverse.astype(k.dtype), inverse, over=(1, 1))
+    d_keys = -d_inverse * decays
+    store(d_beta_ref.at[*of_head, rows], d_beta + jnp.sum(d_keys * dot(k, k, over=(1, 1)), axis=1))
+    store(d_keys_ref.at[*of_head, rows], (d_keys * beta[:, None]).astype(d_keys_ref.dtype))
+
+
+def _keys_kernel(
+    scale: float,
+    size: dict[str, int],
+    q_ref: Any,
+    k_ref: Any,
+    total_ref: Any,
+    d_out_ref: Any,
+    written_ref: Any,
+    d_v_ref: Any,
+    d_pairs_ref: Any,
+    d_own_ref: Any,
+    d_keys_ref: Any,
+    states_ref: Any,
+    d_states_ref: Any,
+    d_q_ref: Any,
+    d_k_ref: Any,
+    d_total_ref: Any,
+    d_until_ref: Any,
+    d_fade_ref: Any,
+) -> None:
+    """Returns the gradients of some features of q and k, and their share of those of the decays, by what they decay."""
+    part, chunk, which = (pl.program_id(axis) for axis in range(3))
+    batch, kv_head = lax.div(which, k_ref.shape[2]), lax.rem(which, k_ref.shape[2])
+    rows, features = _rows(chunk), pl.ds(part * size["dim"], size["dim"])
+    q, k = load(q_ref.at[batch, rows, kv_head, features]), load(k_ref.at[batch, rows, kv_head, features])
+    group = d_v_ref.shape[2] // k_ref.shape[2]
+
+    def of_head(n: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        d_q, d_k = sums
+        head = kv_head * group + n
+        since, until, whole = _fades(total_ref, (batch, head), chunk)
+        vectors = lambda ref: load(ref.at[batch, rows, head])
+        state, d_state = (load(ref.at[batch, head, chunk, features]) for ref in (states_ref, d_states_ref))
+        d_pairs, d_keys = (load(ref.at[batch, head, rows]) for ref in (d_pairs_ref, d_keys_ref))
+        # As a later token, which decays what is before it; as an earlier one; and as one before the chunk's end.
+        of_query = (scale * since) * dot(vectors(d_out_ref), state, over=(1, 1)) + dot(d_pairs, k)
+        later = dot(d_keys, k) - since * dot(vectors(d_v_ref), state, over=(1, 1))
+        earlier = dot(d_pairs, q, over=(0, 0)) + dot(d_keys, k, over=(0, 0))
+        left = until * dot(vectors(written_ref), d_state, over=(1, 1))
+        dots = lambda x, y: jnp.sum(x.astype(jnp.float32) * y, axis=1)
+        store(d_total_ref.at[part, batch, head, rows], dots(q, of_query) + dots(k, later) - dots(k, earlier))
+        store(d_until_ref.at[part, batch, head, rows], dots(k, left))
+        d_fade_ref[part, batch, head, chunk] = whole * jnp.sum(dots(state, d_state.astype(jnp.float32)))
+        own = load(d_own_ref.at[batch, head, rows])[:, None]
+        return d_q + of_query + own * k.astype(jnp.float32), d_k + later + earlier + left + own * q.astype(jnp.float32)
+
+    zeros = jnp.zeros((CHUNK, size["dim"]), jnp.float32)
+    d_q, d_k = lax.fori_loop(0, group, of_head, (zeros, zeros))
+    store(d_q_ref.at[batch, rows, kv_head, features], d_q.astype(d_q_ref.dtype))
+    store(d_k_ref.at[batch, rows, kv_head, features], d_k.astype(d_k_ref.dtype))
+
+
+def _rows(chunk: Array) -> Any:
+    return pl.ds(chunk * CHUNK, CHUNK)
+
+
+def _fades(total_ref: Any, of_head: tuple[Array, Array], chunk: Array) -> tuple[Array, Array, Array]:
+    """Returns the decays of a chunk from before it to each token, from each token to its end, and over all of it."""
+    total, last = load(total_ref.at[*of_head, _rows(chunk)]), total_ref[*of_head, chunk * CHUNK + CHUNK - 1]
+    return _power(total)[:, None], _power(last - total)[:, None], jnp.exp2(last)
+
+
+def _power(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    return exp2(x, 1.0, less=jnp.zeros_like(x))
+
+
+def _decays(total: Float[Array, " rows"], earlier: Float[Array, " columns"]) -> Float[Array, "rows columns"]:
+    """Returns the decays of pairs of the same tokens, with 0 for those in which the second is later."""
+    token = jnp.arange(len(total), dtype=jnp.int32)
+    difference = total[:, None] - earlier[None, :]
+    return jnp.where(token[:, None] >= token[None, :], _power(difference), 0)
+
+
+def _product(x: Float[Array, "m n"], y: Float[Array, "n k"]) -> Float[Array, "m k"]:
+    """Multiplies in TF32."""
+    precision = lax.Precision.HIGHEST if device().platform == "cpu" else lax.DotAlgorithmPreset.TF32_TF32_F32
+    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
