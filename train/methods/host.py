@@ -32,7 +32,7 @@ from typing import Any
 
 
 SIZE, NUMBER = struct.Struct("<I"), struct.Struct("<q")
-OWN = ("reset", "reply", "reward")  # methods that are no tools
+OWN = ("reset", "reply", "reward", "turn_reward")  # methods that are no tools
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
@@ -93,10 +93,11 @@ def load(name: str) -> type:
 
 
 def describe(environment: type) -> dict[str, Any]:
-    """Describes a class: the JSON schemas of its `tools`, and whether it `replies` to answers."""
+    """Describes a class: the JSON schemas of its `tools`, and whether it `replies` to answers and `scores` turns."""
     methods = {name: each for kind in reversed(environment.__mro__) for name, each in vars(kind).items()}
     tools = [name for name, each in methods.items() if inspect.isfunction(each) and name[0] != "_" and name not in OWN]
-    return {"tools": [schema(name, methods[name]) for name in tools], "replies": "reply" in methods}
+    found: dict[str, Any] = {"tools": [schema(name, methods[name]) for name in tools], "replies": "reply" in methods}
+    return found | {"scores": "turn_reward" in methods}
 
 
 def schema(name: str, method: Callable[..., Any]) -> dict[str, Any]:
@@ -194,6 +195,8 @@ def serve(connection: socket.socket, make: type, seconds: float, most: int) -> N
                 if (value := limited(environment.reply, text)) is not None and not isinstance(value, str):
                     raise TypeError(f"reply returned a {type(value).__name__}, and must return a text or None")
                 return value and shortened(value, most)
+            case ("turn_reward",):
+                return checked_number(limited(environment.turn_reward))
             case _:
                 return checked_number(limited(environment.reward))
 
