@@ -31,7 +31,7 @@ from train.data.records import Record, open_records
 from train.methods import trajectories
 from train.methods.environments import EnvironmentOptions, Host
 from train.methods.judges import NAME, Judge
-from train.methods.rollouts import RewardOptions, RolloutOptions, padding_rows, rollout, try_rewards
+from train.methods.rollouts import RewardOptions, RolloutOptions, padding_rows, rollout, support_rows, try_rewards
 from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
 from train.state.optim import OptimizerOptions
@@ -119,10 +119,12 @@ def objective(
     def logprobs(model: AbstractModel) -> tuple[Any, Reports]:
         x, reports = features(model, batch)
         unembed = lambda x: model.unembed(x).astype(jnp.float32) / options.rollouts.temperature
+        if "support" in batch:
+            return loss.logprobs_among(unembed, x, batch["targets"], batch["support"]), reports
         return loss.logprobs(unembed, x, batch["targets"]), reports
 
     (logps, entropy), reports = logprobs(model)
-    drawn, above = (logps, batch["old"], batch["advantages"][:, 0], mask), options.epsilon_high or options.epsilon
+    drawn, above = (logps, batch["old"], batch["advantages"], mask), options.epsilon_high or options.epsilon
     match options.loss:
         case "cispo":
             values, clipped = loss.cispo(*drawn, epsilon_high=above)
@@ -165,9 +167,22 @@ def main(o: GRPOOptions) -> None:
         raise ValueError(f"--group {group}: a completion is compared with the others of its prompt; take 2 or more.")
     if weights and len(weights) != len(names):
         raise ValueError(f"{len(names)} rewards need as many --reward-weights, not {len(weights)}.")
+    if o.rewards.overlong > o.rollouts.max_new_tokens:
+        raise ValueError(
+            f"--overlong {o.rewards.overlong} is more than --max-new-tokens {o.rollouts.max_new_tokens}, below which "
+            "it begins; take less."
+        )
+    if o.rollouts.top_p < 1 and not o.rollouts.top_k:
+        raise ValueError(
+            f"--top-p {o.rollouts.top_p} needs --top-k, such as 64: the loss keeps the tokens that could be drawn."
+        )
     environment = o.environments.environment
+    if environment and (o.rewards.overlong or o.rollouts.top_k):
+        raise ValueError("--overlong and --top-k are for completions; leave them out with --environment.")
     if environment and names != RewardOptions().reward:
         raise ValueError(f"The environment {environment} gives the reward itself; leave out --reward.")
+    if o.environments.credit == "turn" and o.rewards.advantages != "grpo":
+        raise ValueError(f"--credit turn compares turns as grpo does; leave out --advantages {o.rewards.advantages}.")
     if environment:
         o.refuse_vision("environments have texts alone")
     if environment == "python":
@@ -231,9 +246,12 @@ def main(o: GRPOOptions) -> None:
             validation=validation,
             prompts=[Encoded(prompt.ids, prompt.images) for prompt in looked_at[:3]],
             rollout=sample,
+            metric="reward",
             updates=o.rollouts.iterations * minibatches,
             beside=[judge.model for judge in judges if isinstance(judge, Judge)],
-            example=padding_rows(o.step.batch, seq_len) | seen,
+            example=padding_rows(o.step.batch, seq_len)
+            | support_rows(o.step.batch, seq_len, o.rollouts, config.vocab_size)
+            | seen,
         )
         finetune.run(o, model, mesh, tokenizer, task, data=source)
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from rich.table import Column, Table
 
 import zoo
-from train import classify, dpo, embed, grpo, reward, sft
+from train import classify, distill, dpo, embed, grpo, reward, sft
 from train.base import runfile
 from train.base.chips import Chip, fleet, size_of
 from train.planning import planner
@@ -44,6 +44,7 @@ METHODS = {
     "sft": Method(sft.SFTOptions, 1.0),
     "dpo": Method(dpo.DPOOptions, 1 / 20),
     "grpo": Method(grpo.GRPOOptions, 1 / 20),
+    "distill": Method(distill.DistillOptions, 1.0),
     "reward": Method(reward.RewardOptions, 1 / 2),
     "classify": Method(classify.ClassifyOptions, 1.0),
     "embed": Method(embed.EmbedOptions, 1.0),
@@ -63,6 +64,8 @@ def script(options: Options, config: AbstractConfig) -> finetune.FineTuningOptio
             kl=options.kl, group=options.group, rollout_batch=options.rollout_batch, cache_dtype=options.cache_dtype
         )
         own["max_new_tokens"] = options.max_new_tokens or options.seq // 2
+    if options.method == "distill":
+        own = dict(teacher=(options.teacher,), beta=0.0)
     run = method.options.of(
         model=options.model, lora=options.lora, quantize=options.quantize, optim=options.optim, state=options.state,
         mesh=options.mesh, batch=options.batch, seq_len=options.seq, remat=options.remat,
@@ -84,6 +87,9 @@ def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -
         case grpo.GRPOOptions():
             objective, more = functools.partial(grpo.objective, options=run), ("advantages", "old")
             reference = whole() if options.kl and not options.lora.rank else None
+        case distill.DistillOptions():
+            objective, other = functools.partial(distill.objective, options=run), zoo.inspect(options.teacher)
+            reference = abstract_frozen(other, family_of(other), mesh, quantize="none")
         case sft.SFTOptions():
             objective = run.language.objective()
         case reward.RewardOptions():

@@ -22,6 +22,8 @@ FILE = pathlib.Path(__file__).with_name("golden_trl.json")
 PAIRS, SEQ, VOCAB, GROUP = 4, 9, 13, 4
 WEIGHTS, CISPO_HIGH, HIGH_ENTROPY = (1.0, 0.5), 1.28, 0.4  # of rewards; TRL's bound of ratios; share of tokens
 BETA = 0.3
+TOP_K = 4  # largest logits
+OVERLONG, LENGTHS = (20, 8), (0, 11, 12, 13, 16, 19, 20)  # most tokens, and those that are punished; completions
 
 Arrays = dict[str, np.ndarray]
 
@@ -81,6 +83,8 @@ def numbers() -> dict[str, list[float]]:
     from torch.nn import functional
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
     from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+    from trl.experimental.sdft.loss_utils import compute_topk_self_distillation_loss
+    from trl.rewards import get_soft_overlong_punishment
     from trl.trainer import grpo_trainer
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -213,6 +217,31 @@ def numbers() -> dict[str, list[float]]:
             given["logits"], given["ref_logits"], beta=beta, temperature=1.7, reduction="none"
         )
         found[name] = per_word.sum(-1)[0].tolist()
+
+    def gkd(beta: float) -> list[float]:
+        """Returns the loss of a batch of completions, and the norm of its gradient."""
+        logits = given["logits"].clone().requires_grad_()
+        teacher = lambda **_: Namespace(logits=given["ref_logits"])
+        teacher.eval = lambda: None
+        trainer = Trainer(teacher_model=teacher, beta=beta, generalized_jsd_loss=GKDTrainer.generalized_jsd_loss)
+        labels = given["tokens"].masked_fill(given["completion"] == 0, -100)
+        rows = dict(input_ids=given["tokens"], attention_mask=given["attention"], labels=labels)
+        loss = GKDTrainer.compute_loss(trainer, lambda **_: Namespace(logits=logits), rows)
+        loss.backward()
+        return [loss.item(), torch.linalg.vector_norm(logits.grad).item()]
+
+    found["gkd"], found["gkd_reverse"] = gkd(0.3), gkd(1.0)
+
+    # --------------------------------------------------------------------------------- trl/experimental/sdft/loss_utils
+    # It takes the student's largest logits. Here they are the teacher's, so the two change places.
+    for name, beta in (("top_k_forward", 0.0), ("top_k_jsd", 0.3), ("top_k_reverse", 1.0)):
+        found[name] = compute_topk_self_distillation_loss(
+            given["ref_logits"] / 1.7, given["logits"] / 1.7,
+            distillation_topk=TOP_K, distillation_alpha=1 - beta, distillation_add_tail=True,
+        )[0].tolist()  # fmt: skip
+
+    # ---------------------------------------------------------------------------------------- trl/rewards/other_rewards
+    found["overlong"] = get_soft_overlong_punishment(*OVERLONG)([[0] * n for n in LENGTHS])
     return found
 
 

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 def options(folder, **changes):
     usual = dict(
-        model=str(folder / "qwen3"), teacher=str(folder / "llama"), data=(str(folder / "words.jsonl"),), seq_len=16,
+        model=str(folder / "qwen3"), teacher=(str(folder / "llama"),), data=(str(folder / "words.jsonl"),), seq_len=16,
         batch=8, warmup=0, lr=3e-3,
     )  # fmt: skip
     return distill.DistillOptions.of(**usual | changes)
@@ -111,28 +111,28 @@ def test_the_student_learns(folder, tmp_path):
     assert online[-1] < 0.5 * online[0]
 
     command(
-        "train.distill", "--model", o.model, "--teacher", o.teacher, "--data", *o.data, "--seq-len", 16, "--batch", 8,
+        "train.distill", "--model", o.model, "--teacher", *o.teacher, "--data", *o.data, "--seq-len", 16, "--batch", 8,
         "--store", tmp_path / "logits", "--top-k", 64, "--packing", "off", "--epochs", 1,
     )  # fmt: skip
     rows, about = teacher.read(tmp_path / "logits")
     records, _ = open_records(o.data[0], o.mixture.hold_out)
     assert len(rows) == len(records) and about["top_k"] == 64
     assert rows[0]["top_values"].shape == (16, 64) and rows[0]["top_values"].dtype == np.float16
-    distill.main(o.changed(teacher=None, logits=tmp_path / "logits", out=tmp_path / "offline"))
+    distill.main(o.changed(teacher=(), logits=tmp_path / "logits", out=tmp_path / "offline"))
     offline = losses_of(tmp_path / "offline")
     assert offline[-1] < 0.5 * offline[0]
     np.testing.assert_allclose(offline[0], online[0], rtol=0.2)  # other rows, since the data are in another order
 
 
 def test_refusals(folder, tmp_path):
-    both = dict(teacher="tiny", logits=tmp_path)
+    both = dict(teacher=("tiny",), logits=tmp_path)
     for changes, message in (
         (both, "Give --teacher"),
-        ({"teacher": None}, "Give --teacher"),
-        ({"teacher": "tiny"}, "tiny has 2048 tokens and .* 64"),
-        ({"teacher": None, "logits": tmp_path, "beta": 1.0}, "needs all of the teacher's logits"),
+        ({"teacher": ()}, "Give --teacher"),
+        ({"teacher": ("tiny",)}, "tiny has 2048 tokens, and .* 64"),
+        ({"teacher": (), "logits": tmp_path, "beta": 1.0}, "needs all of the teacher's logits"),
     ):
         with pytest.raises(ValueError, match=message):
             distill.main(options(folder, **changes))
     with pytest.raises(OSError, match=r"has no teacher\.json"):
-        distill.main(options(folder, teacher=None, logits=tmp_path))
+        distill.main(options(folder, teacher=(), logits=tmp_path))

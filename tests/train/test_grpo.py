@@ -26,6 +26,7 @@ from train.methods.judges import Judge
 from train.state.state import init_state
 from train.step.step import Recipe, jit_train_step
 from zoo import lora
+from zoo.generation import sampling
 from zoo.generation.engine import Completion
 from zoo.mesh import make_mesh
 from zoo.nn.heads import ClassificationHead, RewardHead
@@ -351,6 +352,49 @@ def test_pass_at():
         np.testing.assert_allclose(value, np.mean(shares), rtol=1e-12)
 
 
+def test_majorities():
+    """maj@k is the share of the groups of k whose most frequent answer is correct; ties count by halves and so on."""
+    answers = [[1, 1, 2, 3, 3, 3, 2, 2], [None, None, 5, 4, None, None, None, None]]
+    correct = np.array([[a == 1 for a in answers[0]], [a == 4 for a in answers[1]]])
+    found = rollouts.majority_at(answers, correct)
+    assert found == {"maj@4": (1 + 0 + 0.5 + 0) / 4, "maj@8": (0 + 0.5) / 2}  # 1 1 2 3; 3 3 3 2 2 2 1 1 has no 1 on top
+    o = rollouts.RewardOptions(reward=("regex:.*", "number"))
+    texts, each = [["it is 2", "2.0", "#### 3", "none"]], np.array([[[1, 1], [1, 1], [1, 0], [1, 0]]], np.float32)
+    assert rollouts.majorities(texts, each, o) == {"maj@4": 1.0}
+    assert rollouts.majorities(texts, each[..., :1], rollouts.RewardOptions()) == {}
+
+
+def test_long_completions_lose_reward(folder):
+    """The punishment is one more reward, with the weight 1, and no part of what is correct."""
+    o = rollouts.RewardOptions(reward=("a", "b"), reward_weights=(0.5, 0.5), overlong=3)
+    assert o.names == ("a", "b", "overlong") and o.weights == (0.5, 0.5, 1.0) and o.least_correct == 1.0
+    each = np.array([[[1, 1, -1], [1, 0, 0]]], np.float32)
+    assert o.correct_of(each).tolist() == [[True, False]]
+    np.testing.assert_allclose(rollouts.advantages_of(each, o), [-(0.5**0.5), 0.5**0.5], atol=1e-3)
+
+
+def test_the_loss_has_the_support_of_the_sampler(folder, model):
+    """With top-k and top-p the tokens that are kept are the sampler's, and the first loss drifts from none of them."""
+    o = options(folder, pathlib.Path(), top_k=12, top_p=0.8, temperature=1.3, compute_dtype="float32")
+    tokenizer, mesh = zoo.tokenizer(folder / "model"), make_mesh("fsdp=1", jax.devices()[:1])
+    prompts = [prompts_.encode(Record("", {"prompt": word}), tokenizer) for word in ("abc ", "hello ")]
+    with jax.set_mesh(mesh):
+        (batch,), *_ = rollouts.rollout(
+            model, prompts, 0, options=o.rollouts, rewards=o.rewards, judges=[lambda *_: 1.0], tokenizer=tokenizer,
+            mesh=mesh, seq_len=o.step.seq_len, dtype="float32", seed=0,
+        )  # fmt: skip
+        sums = jax.jit(lambda batch: grpo.objective(model, batch, options=o)[2])(batch)
+        x = model.hidden(jnp.asarray(batch["tokens"]), segments=jnp.asarray(batch["segments"]))[0]
+        settings = sampling.settings([sampling.Sampling(temperature=1.3, top_k=12, top_p=0.8)] * len(batch["tokens"]))
+        filtered = np.asarray(settings.filtered(model.unembed(x)))
+    learnt = batch["loss_mask"] != 0
+    kept = np.any(batch["support"][..., None] == np.arange(64), axis=-2)
+    assert (kept == np.isfinite(filtered))[learnt].all() and kept[learnt].sum(axis=-1).max() <= 12
+    wanted = np.take_along_axis(np.asarray(jax.nn.log_softmax(filtered)), batch["targets"][..., None], -1)[..., 0]
+    np.testing.assert_allclose(batch["old"][learnt], wanted[learnt], atol=1e-5)
+    assert float(sums["drift"]) < 1e-5 * learnt.sum() and float(sums["entropy"]) < np.log(12) * learnt.sum()
+
+
 def test_advantages():
     """Advantages of several rewards, as the options say."""
     each = np.random.RandomState(0).rand(3, 4, 2).astype(np.float32)
@@ -397,6 +441,10 @@ def test_refusals(folder, tmp_path):
         ({"reward_weights": (1.0, 2.0)}, "1 rewards need as many --reward-weights"),
         ({"seq_len": 7}, "No prompt has at most 2 tokens"),
         ({"group": 1}, "take 2 or more"),
+        ({"overlong": 7}, "--overlong 7 is more than --max-new-tokens 6"),
+        ({"top_p": 0.9}, "--top-p 0.9 needs --top-k"),
+        ({"top_k": 4, "environment": "guess", "reward": grpo.RewardOptions().reward}, "leave them out with --environm"),
+        ({"credit": "turn", "advantages": "rloo"}, "--credit turn compares turns as grpo does"),
         ({"loss": "sapo", "level": "sequence"}, "--loss sapo has ratios of tokens"),
         ({"patience": 1, "steps": 1}, "--patience 1 waits for a higher reward on held-out prompts, and there is none"),
     ):

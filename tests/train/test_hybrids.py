@@ -47,7 +47,7 @@ def test_preferences_packed_or_not(base, pairs, model, other):  # noqa: F811
 
 def test_a_hybrid_teaches_a_hybrid(model, other, batch):  # noqa: F811
     """The objective on packed rows equals the formula."""
-    o = distill.DistillOptions.of(model="", teacher="", data=("unused",), beta=0.0, temperature=2.0, weight=1.0)
+    o = distill.DistillOptions.of(model="", teacher=("",), data=("unused",), beta=0.0, temperature=2.0, weight=1.0)
 
     @jax.jit
     def both(student, teacher, batch):

@@ -117,7 +117,7 @@ def test_other_advantages_equal_trl():
 )
 def test_policy_losses_equal_trl(name, how, level, beta):
     """The loss, the norm of its gradient, the clipped fraction, and the mean KL equal TRL's."""
-    advantages = jnp.asarray(np.array(GOLDEN["advantages"], np.float32))
+    advantages = jnp.asarray(np.array(GOLDEN["advantages"], np.float32))[:, None] * jnp.ones(MASK.shape)
     poison = lambda a: jnp.asarray(np.where(np.asarray(MASK) != 0, a, np.float32(np.nan)))
     old, reference = poison(GIVEN["old"]), poison(GIVEN["ref"])
 
@@ -141,6 +141,11 @@ def test_policy_losses_equal_trl(name, how, level, beta):
     (value, looks), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(GIVEN["logps"])
     norm = np.linalg.norm(np.asarray(gradient)[np.asarray(MASK) != 0])
     close([value, norm, *looks][: len(GOLDEN[name])], GOLDEN[name])
+
+
+def test_the_punishment_of_long_completions_equals_trl():
+    most, margin = trl.OVERLONG
+    close(loss.overlong(jnp.asarray(trl.LENGTHS), most=most, margin=margin), GOLDEN["overlong"], atol=1e-7)
 
 
 @pytest.mark.parametrize("name, beta", [("forward_kl", 0.0), ("jsd", 0.3), ("reverse_kl", 1.0)])
@@ -226,6 +231,40 @@ def test_words_that_cannot_be_have_no_part_in_the_entropy():
         for f in (head, small)
     ]
     jax.tree.map(functools.partial(close, atol=1e-5), *both)
+
+
+def test_logprobs_among_some_tokens():
+    """They are those of the logits of these tokens alone, and so is their gradient."""
+    draw = np.random.RandomState(3)
+    support = np.stack([np.stack([draw.permutation(VOCAB)[:7] for _ in range(SEQ)]) for _ in range(BATCH)])
+    support[..., 0] = TARGETS
+    support[..., 1:] = np.where(support[..., 1:] == TARGETS[..., None], -1, support[..., 1:])
+    support[..., 5:] = np.where(draw.rand(BATCH, SEQ, 2) < 0.5, -1, support[..., 5:])
+    kept = np.any(support[..., None] == np.arange(VOCAB), axis=-2)
+    among = lambda x: loss.logprobs_among(functools.partial(unembed, HEAD), x, TARGETS, jnp.asarray(support), chunk=16)
+    whole = lambda x: loss.logprobs(lambda x: jnp.where(kept, unembed(HEAD, x), -jnp.inf), x, TARGETS, chunk=10**6)
+    summed = lambda f: lambda x: (jnp.sum(jnp.sin(jnp.stack(f(x)))), f(x))
+    both = [jax.jit(jax.grad(summed(f), has_aux=True))(X) for f in (among, whole)]
+    jax.tree.map(functools.partial(close, atol=1e-5), *both)
+
+
+def test_advantages_of_turns():
+    """A turn's return is compared with those of the trajectories that have reached the same turn."""
+    draw = np.random.RandomState(4)
+    rewards, lengths = draw.rand(5, 4).astype(np.float32), [4, 2, 3, 2, 1]
+    present = np.arange(4) < np.array(lengths)[:, None]
+    for scale in (True, False):
+        found = jax.jit(functools.partial(loss.turn_advantages, scale=scale))(rewards, present)
+        for turn in range(4):
+            there = np.flatnonzero(present[:, turn])
+            returns = np.array([rewards[n, turn : lengths[n]].sum() for n in there])
+            wanted = returns - returns.mean()
+            if scale:
+                wanted /= (returns.std(ddof=1) if len(there) > 1 else 0) + 1e-4
+            close(np.asarray(found)[there, turn], wanted, atol=1e-5)
+            assert not np.any(np.asarray(found)[~present[:, turn], turn])
+    alone = loss.turn_advantages(jnp.asarray(rewards[:, :1]), jnp.ones((5, 1), bool))
+    close(alone[:, 0], loss.group_advantages(jnp.asarray(rewards[None, :, 0]))[0], atol=1e-5)  # of one turn: GRPO
 
 
 def test_documents_are_summed_apart():

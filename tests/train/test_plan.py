@@ -360,6 +360,19 @@ def test_preferences(config, monkeypatch):
         planned(method="dpo", seq=100_000)
 
 
+def test_distillation(config, monkeypatch):
+    """A teacher of the student's size takes two bytes a parameter, and one more forward pass; on policy it samples."""
+    monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
+    planned = lambda **changes: script.plan(TINY.changed(**changes), config, CHIPS["v6e"], jax.devices())
+    whole, taught = planned(), planned(method="distill", teacher="tiny")
+    assert taught.kinds["reference"] == whole.kinds["parameters"] / 2
+    assert taught.bounds["compute"] == pytest.approx(1.25 * whole.bounds["compute"], rel=0.02)
+    assert not TINY.changed(method="distill").samples and TINY.changed(method="distill", max_new_tokens=9).samples
+    for changes in ({"method": "distill"}, {"teacher": "tiny"}):
+        with pytest.raises(ValueError, match="--method distill needs a --teacher"):
+            planned(**changes)
+
+
 def test_heads(config, monkeypatch):
     """A head saves the work of the output embeddings, and a reward model lies beside GRPO's updates and samples."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))

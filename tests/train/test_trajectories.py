@@ -123,6 +123,16 @@ class Game:
 
     def reward(self):
         return self._letters / 10
+
+class Scored(Game):
+    """Has a reward for each answer."""
+
+    def reply(self, answer):
+        self._last = answer
+        return super().reply(answer)
+
+    def turn_reward(self):
+        return len(self._last) / 10
 '''
 FUNCTIONS = '''
 import asyncio
@@ -224,7 +234,7 @@ def test_tools_are_described_by_types_and_docstrings(own):
             },
         },
     }
-    assert [each["function"]["name"] for each in (later, do)] == ["later", "do"] and not own.replies
+    assert [each["function"]["name"] for each in (later, do)] == ["later", "do"] and not own.replies and not own.scores
 
 
 def test_a_description(own):
@@ -385,7 +395,7 @@ def test_a_trajectory_with_a_tool():
     assert tokenizer.decode(learnt, special=True) == end.join([*replies, ""])
     whole = tokenizer.decode(at.branches[0].tokens, special=True)
     assert "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n408\n</tool_response><|im_end|>" in whole
-    rows = trajectories._rows([at], np.array([0.5]), 400, False)
+    rows = trajectories._rows([at], np.array([[0.5]]), 400, False)
     assert rows["loss_mask"].sum() == len(learnt) and (rows["targets"][rows["loss_mask"] == 1] == learnt).all()
     assert (rows["old"][rows["loss_mask"] == 1] == -1).all() and not rows["old"][rows["loss_mask"] == 0].any()
 
@@ -532,13 +542,13 @@ def sample(folder, model):
     records = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
 
-    def sample(template=None, run=None, name="game.py:Game", redraws=0):
+    def sample(template=None, run=None, name="game.py:Game", redraws=0, credit="trajectory"):
         tokenizer = zoo.tokenizer(folder / "model", chat_template=template)
         with Host(f"{folder / name}", 20, 100) as game, jax.set_mesh(mesh):
             return trajectories.rollout(
                 model, records, 3, run, host=game, chats=trajectories.Chats(tokenizer, game.tools, "split"),
-                environment=o.environments, options=dataclasses.replace(o.rollouts, redraws=redraws),
-                rewards=o.rewards, mesh=mesh, seq_len=150,
+                environment=o.environments.changed(credit=credit),
+                options=dataclasses.replace(o.rollouts, redraws=redraws), rewards=o.rewards, mesh=mesh, seq_len=150,
                 dtype="float32", seed=0,
             )  # fmt: skip
 
@@ -578,6 +588,33 @@ def test_rollouts(folder, model, sample, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(concurrent.futures, "ThreadPoolExecutor", Backwards)
         assert equal([rows], sample().batches)
+
+
+def test_rewards_of_turns(folder, sample):
+    """With --credit turn each turn of a row has its own advantage, by its own and later rewards."""
+    tokenizer = zoo.tokenizer(folder / "model")
+    (rows,), numbers, _ = sample(name="Scored", credit="turn")
+    of_all, *_ = sample(name="Scored")
+    ends, earned, present = [], np.zeros((16, 4)), np.zeros((16, 4), bool)
+    for row, mask in enumerate(rows["loss_mask"]):
+        places = np.flatnonzero(mask)
+        turns = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+        ends.append(turns)
+        said = [tokenizer.decode(rows["targets"][row][turn]) for turn in turns]
+        present[row, : len(turns)] = True
+        earned[row, : len(turns)] = [len(text) / 10 for text in said]
+        earned[row, len(turns) - 1] += sum(letter in "aeiou" for text in said for letter in text) / 10
+        assert len({of_all[0]["advantages"][row][place] for place in places}) == 1
+    assert numbers["reward"] == pytest.approx(earned.sum() / 16, rel=1e-4)
+    # A prompt has four rows in the same order; the step has shuffled all.
+    order = np.random.RandomState(3).permutation(16)
+    back = np.argsort(order)
+    for prompt in range(4):
+        group = back[4 * prompt : 4 * prompt + 4]
+        wanted = loss.turn_advantages(jnp.asarray(earned[group], jnp.float32), jnp.asarray(present[group]))
+        for row, advantages in zip(group, np.asarray(wanted), strict=True):
+            for turn, places in enumerate(ends[row]):
+                np.testing.assert_allclose(rows["advantages"][row][places], advantages[turn], atol=1e-4)
 
 
 def test_split_trajectories(folder, sample):

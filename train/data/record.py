@@ -17,7 +17,7 @@ KEYS = (
     "chosen", "rejected", "label", "answer", "tests",
     "question", "instruction", "input", "output",
     "anchor", "positive", "negative", "query", "sentence1", "sentence2", "score", "scores", *NUMBERED,
-    "labels", "state",
+    "labels", "state", "teacher", "hint",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -127,6 +127,10 @@ def value(text: str) -> Fraction | None:
             whole, _, below = found[-1].replace(",", "").partition("/")
             return Fraction(whole) / int(below or 1) if below.strip("0") or not below else None
     return None
+
+
+# The answer that a reward reads of a completion, by which completions vote; None: there is none.
+ANSWERS: dict[str, Callable[[str], Hashable]] = {"number": value, "exact": str.strip}
 
 
 def python(completion: str, record: Mapping[str, Any]) -> float:

@@ -66,8 +66,7 @@ class ValidationOptions(OptionGroup):
 class Validation:
     """The values of `metric` so far, in `evaluations` as [step, value]. A checkpoint keeps them.
 
-    `metric` is --best. Without --best it is the validation loss or, if the task has a rollout, the reward on held-out
-    prompts.
+    `metric` is --best. Without --best it is the task's own: the validation loss, or the reward on held-out prompts.
 
     Args:
         dtype: the dtype of the forward pass.
@@ -86,11 +85,11 @@ class Validation:
         mesh: Mesh,
         dtype: str,
     ):
-        self.metric = options.best or ("validation_reward" if task.rollout else "validation_loss")
+        self.metric = options.best or f"validation_{task.metric}"
         if options.keeps_best and options.eval_every == "never":
             raise ValueError("--best and --patience go by evaluations: leave out --eval-every never.")
         if options.patience and not options.best and task.validation is None:
-            what = "higher reward on held-out prompts" if task.rollout else "lower loss on validation data"
+            what = "higher reward on held-out prompts" if task.metric == "reward" else "lower loss on validation data"
             raise ValueError(
                 f"--patience {options.patience} waits for a {what}, and there is none. Give --hold-out, or another "
                 "metric by --best."

@@ -40,6 +40,9 @@ class EnvironmentOptions(OptionGroup):
     """Seconds for a call of the environment. After that the model sees an error."""
     tool_output: int = option(4096, rare=True)
     """Largest number of characters of a tool's result."""
+    credit: Literal["trajectory", "turn"] = option("trajectory", rare=True)
+    """Rewards that a turn's tokens learn from. trajectory: all of the conversation's. turn: its own and those of later
+    turns, compared with the same turn of the group's others (docs/agents.md)."""
     past: Literal["split", "refuse"] = option("split", rare=True)
     """Action where the chat template writes past turns anew, such as without their reasoning. split: the trajectory is
     learnt in several rows, each as the model saw it. refuse: the run ends."""
@@ -57,7 +60,8 @@ class Response:
 class Host:
     """The process that starts environments. `tools` are the JSON schemas of the class's tools, None if it has none.
 
-    `replies` says whether the class has a method `reply`, and `drives` whether it is a function instead of a class.
+    `replies` says whether the class has a method `reply`, `scores` whether it has `turn_reward`, and `drives` whether
+    it is a function instead of a class.
 
     Args:
         name: file.py:Class, file.py:function, or one of `BUILT_IN`.
@@ -93,6 +97,7 @@ class Host:
         self.tools: list[dict[str, Any]] | None = about["tools"] or None
         self.replies: bool = about["replies"]
         self.drives: bool = about["drives"]
+        self.scores: bool = about["scores"]
 
     def __enter__(self) -> Self:
         return self

@@ -35,7 +35,7 @@ from typing import Any
 
 Function = Callable[["Episode", Mapping[str, Any]], Coroutine[None, None, float]]  # `rollout(episode, record)`
 SIZE, NUMBER = struct.Struct("<I"), struct.Struct("<q")
-OWN = ("reset", "reply", "reward")  # methods that are no tools
+OWN = ("reset", "reply", "reward", "turn_reward")  # methods that are no tools
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
@@ -100,16 +100,18 @@ def load(name: str) -> type | Function:
 
 
 def describe(environment: type | Function) -> dict[str, Any]:
-    """Describes a class: the JSON schemas of its `tools`, and whether it `replies` to answers; or a function, which
-    `drives`, with the `tools` that are its attribute.
+    """Describes a class: the JSON schemas of its `tools`, and whether it `replies` to answers and `scores` turns; or a
+    function, which `drives`, with the `tools` that are its attribute.
     """
     if not isinstance(environment, type):
         tools = vars(environment).get("tools", ())
         described = [dict(each) if isinstance(each, Mapping) else schema(each.__name__, each) for each in tools]
-        return {"tools": described, "replies": False, "drives": True}
+        return {"tools": described, "replies": False, "scores": False, "drives": True}
     methods = {name: each for kind in reversed(environment.__mro__) for name, each in vars(kind).items()}
     tools = [name for name, each in methods.items() if inspect.isfunction(each) and name[0] != "_" and name not in OWN]
-    return {"tools": [schema(name, methods[name]) for name in tools], "replies": "reply" in methods, "drives": False}
+    described = [schema(name, methods[name]) for name in tools]
+    has = {"replies": "reply" in methods, "scores": "turn_reward" in methods}
+    return {"tools": described, **has, "drives": False}
 
 
 def schema(name: str, method: Callable[..., Any]) -> dict[str, Any]:
@@ -283,6 +285,8 @@ def serve(connection: socket.socket, make: Callable[[], Any], seconds: float, mo
                 if (value := limited(environment.reply, text)) is not None and not isinstance(value, str):
                     raise TypeError(f"reply returned a {type(value).__name__}, and must return a text or None")
                 return value and shortened(value, most)
+            case ("turn_reward",):
+                return checked_number(limited(environment.turn_reward))
             case _:
                 return checked_number(limited(environment.reward))
 

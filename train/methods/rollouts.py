@@ -1,14 +1,16 @@
 """Rollouts: the model's own completions of prompts, with their rewards and advantages, as training batches."""
 
+import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, Literal, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,8 @@ from train.base import cluster
 from train.base.options import Group, OptionGroup, option
 from train.data import pictures
 from train.data.prompts import Prompt
-from train.data.rewards import BadRecord, Reward
+from train.data.rewards import ANSWERS, BadRecord, Reward
+from train.methods import support
 from train.methods.judges import Judge
 from train.state.mesh import generating
 from train.step import loss
@@ -57,16 +60,33 @@ class RewardOptions(OptionGroup):
     with the mean of the others. gdpo: each of several rewards as in grpo, and their weighted sum once more."""
     scale_rewards: bool = option(True, rare=True)
     """Divide advantages of grpo by the standard deviation of their group; Dr. GRPO does not."""
+    overlong: int = option(0, rare=True)
+    """Number of tokens below --max-new-tokens from which on a completion loses reward, down to -1 (DAPO's soft overlong
+    punishment). 0: none."""
+
+    @property
+    def of_reward(self) -> tuple[float, ...]:
+        """Returns the weight of each --reward."""
+        return self.reward_weights or (1.0,) * len(self.reward)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of all rewards, of which the last may be the punishment of long completions."""
+        return self.reward + ("overlong",) * bool(self.overlong)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Returns the weight of each reward."""
-        return self.reward_weights or (1.0,) * len(self.reward)
+        """Returns the weights of all rewards."""
+        return self.of_reward + (1.0,) * bool(self.overlong)
 
     @property
     def least_correct(self) -> float:
         """Returns the least reward of a correct completion: --correct, or the sum of the positive weights."""
-        return sum(weight for weight in self.weights if weight > 0) if self.correct is None else self.correct
+        return sum(weight for weight in self.of_reward if weight > 0) if self.correct is None else self.correct
+
+    def correct_of(self, each: Float[np.ndarray, "prompts group names"]) -> Bool[np.ndarray, "prompts group"]:
+        """Finds the completions that are correct, however long they are."""
+        return each[..., : len(self.of_reward)] @ np.array(self.of_reward, np.float32) >= self.least_correct - 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +101,12 @@ class RolloutOptions(OptionGroup):
     """Largest number of tokens of a completion."""
     temperature: float = 1.0
     """Temperature of sampling. The probabilities that are trained are those at this temperature, too."""
+    top_k: int = option(0, rare=True)
+    """Number of likeliest tokens among which each token is drawn. The loss has the probabilities among the same tokens.
+    0: all."""
+    top_p: float = option(1.0, rare=True)
+    """Draw only from the fewest of the --top-k tokens whose probabilities add up to this number. 1: from all of
+    them."""
     iterations: int = option(1, rare=True)
     """Number of times that a step learns from its completions. All times but the first are off-policy."""
     minibatches: int = option(1, rare=True)
@@ -123,26 +149,25 @@ def rollout(
         dtype: the dtype in which the model samples.
     """
 
-    def draw(prompts: Sequence[Prompt], seed: int) -> list[list[Completion]]:
-        with generating(model, mesh, dtype) as sampling:
-            return complete(
-                sampling, [prompt.ids for prompt in prompts], samples=options.group,
-                max_new_tokens=options.max_new_tokens, temperature=options.temperature, stops=tokenizer.eos, seed=seed,
-                batch=options.rollout_batch, cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
-                images=[prompt.images for prompt in prompts] if tokenizer.processor else (),
-            )  # fmt: skip
+    draw = functools.partial(sampled, model, options=options, tokenizer=tokenizer, mesh=mesh, dtype=dtype)
+
+    texts_of = lambda groups: [[tokenizer.answer(c.tokens) for c in group] for group in groups]
 
     def judge(prompts: Sequence[Prompt], groups: list[list[Completion]]) -> tuple[Each, float]:
-        texts = [[tokenizer.answer(c.tokens) for c in group] for group in groups]
-        return score(texts, prompts, rewards, judges)
+        each, errors = score(texts_of(groups), prompts, rewards, judges)
+        if rewards.overlong:
+            lengths = np.array([[len(c.tokens) for c in group] for group in groups])
+            punished = loss.overlong(jnp.asarray(lengths), most=options.max_new_tokens, margin=rewards.overlong)
+            each = np.concatenate([each, np.asarray(punished, np.float32)[..., None]], axis=-1)
+        return each, errors
 
     def again(numbers: Sequence[int], seed: int) -> tuple[list[list[Completion]], Each]:
         some = [prompts[m] for m in numbers]
-        found = draw(some, seed)
+        found = draw(some, seed=seed)
         return found, judge(some, found)[0]
 
     started = time.monotonic()
-    groups = draw(prompts, seed + n)
+    groups = draw(prompts, seed=seed + n)
     seconds = time.monotonic() - started
     each, errors = judge(prompts, groups)
     total = each @ np.array(rewards.weights, np.float32)
@@ -152,19 +177,22 @@ def rollout(
         "reward": float(total.mean()),
         "reward_deviation": float(total.std(axis=1).mean()),
         "reward_errors": errors,
-        **pass_at(total >= rewards.least_correct - 1e-6),
+        **pass_at(rewards.correct_of(each)),
+        **majorities(texts_of(groups), each, rewards),
         "length": float(np.mean(lengths)),
         "ended": float(np.mean([c.ended for c in completions])),
         "generation_tokens_per_second": sum(lengths) / seconds,
     }
-    if len(rewards.reward) > 1:
-        numbers |= {f"reward_{name}": float(mean) for name, mean in zip(rewards.reward, each.mean((0, 1)), strict=True)}
+    if len(rewards.names) > 1:
+        numbers |= {f"reward_{name}": float(mean) for name, mean in zip(rewards.names, each.mean((0, 1)), strict=True)}
     if options.redraws and folder is not None:
         groups, each = with_signal(again, groups, each, rewards, options.redraws, seed + n)
         numbers["without_signal"] = float(np.mean(dull(each, rewards)))
     advantages = advantages_of(each, rewards)
 
-    rows = padding_rows(advantages.size, seq_len)
+    rows = padding_rows(advantages.size, seq_len) | support_rows(
+        advantages.size, seq_len, options, model.config.vocab_size
+    )
     if tokenizer.processor is not None:
         rows |= pictures.of_rows(
             [prompt.images for prompt in prompts for _ in range(options.group)], seq_len, tokenizer
@@ -178,7 +206,45 @@ def rollout(
         rows["segments"][row, :end] = 1
         rows["positions"][row, :end] = np.arange(end)
         rows["advantages"][row], rows["old"][row, start:end] = advantages[row], completion.logprobs
+        if options.top_k:
+            found = support.kept(completion, options.top_k, options.top_p if options.top_p < 1 else np.inf)
+            rows["support"][row, start:end], rows["old"][row, start:end] = found
     return Rolled(shuffled(rows, options, seed + n), numbers)
+
+
+def sampled(
+    model: AbstractModel,
+    prompts: Sequence[Prompt],
+    *,
+    options: RolloutOptions,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    dtype: str,
+    seed: int,
+) -> list[list[Completion]]:
+    """Samples a group of completions of each prompt."""
+    with generating(model, mesh, dtype) as sampling:
+        return complete(
+            sampling, [prompt.ids for prompt in prompts], samples=options.group,
+            max_new_tokens=options.max_new_tokens, temperature=options.temperature, stops=tokenizer.eos, seed=seed,
+            batch=options.rollout_batch, cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
+            images=[prompt.images for prompt in prompts] if tokenizer.processor else (),
+            **filters(model, options),
+        )  # fmt: skip
+
+
+def filters(model: AbstractModel, options: RolloutOptions) -> dict[str, Any]:
+    """Returns the arguments of `zoo.generation.engine.complete` for --top-k and --top-p."""
+    if not options.top_k:
+        return {}
+    top = support.size(options.top_k, model.config.vocab_size)
+    return {"top_k": options.top_k, "top_p": options.top_p if options.top_p < 1 else None, "top": top}
+
+
+def support_rows(rows: int, seq: int, options: RolloutOptions, vocab_size: int) -> dict[str, np.ndarray]:
+    """Makes the array of `train.methods.support.kept` for a batch of padding, if there is --top-k."""
+    kept = support.size(options.top_k, vocab_size)
+    return {"support": np.zeros((rows, seq, kept), np.int32)} if kept else {}
 
 
 def dull(each: Float[np.ndarray, "prompts group names"], options: RewardOptions) -> Bool[np.ndarray, " prompts"]:
@@ -283,6 +349,45 @@ def pass_at(correct: Bool[np.ndarray, "prompts group"]) -> dict[str, float]:
     sizes = sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
     failed = lambda c, k: math.comb(n - c, k) / math.comb(n, k)
     return {f"pass@{k}": 1 - float(np.mean([failed(int(c), k) for c in correct.sum(axis=1)])) for k in sizes}
+
+
+def majorities(
+    texts: Sequence[Sequence[str]], each: Float[np.ndarray, "prompts group names"], options: RewardOptions
+) -> dict[str, float]:
+    """Computes maj@k of the first reward that reads answers, such as `number`; nothing if there is none."""
+    for n, name in enumerate(options.reward):
+        if name in ANSWERS:
+            answers = [[ANSWERS[name](text) for text in group] for group in texts]
+            return majority_at(answers, each[..., n] == 1)
+    return {}
+
+
+def majority_at(answers: Sequence[Sequence[Hashable]], correct: Bool[np.ndarray, "prompts group"]) -> dict[str, float]:
+    """Estimates maj@k, the probability that the most frequent answer of k completions is correct.
+
+    This is self-consistency, Wang et al., 2022, arXiv:2203.11171. k is 4, 8, ... and the group size. The completions of
+    a prompt are cut into groups of k, over which the result is averaged. Of answers that are equally frequent one is
+    taken at random, so their mean counts. A completion without an answer, None, has no vote.
+    """
+    n = correct.shape[1]
+    sizes = sorted({2**i for i in range(2, n.bit_length()) if 2**i <= n} | {n})
+
+    def share(answers: Sequence[Hashable], correct: Sequence[bool]) -> float:
+        votes = collections.Counter(answer for answer in answers if answer is not None)
+        best = [answer for answer, count in votes.items() if count == max(votes.values())]
+        right = {answer for answer, good in zip(answers, correct, strict=True) if good}
+        return sum(answer in right for answer in best) / len(best) if best else 0.0
+
+    def mean(k: int) -> float:
+        starts = range(0, n - k + 1, k)
+        parts = (
+            share(group[at : at + k], good[at : at + k].tolist())
+            for group, good in zip(answers, correct, strict=True)
+            for at in starts
+        )
+        return float(np.mean(list(parts)))
+
+    return {f"maj@{k}": mean(k) for k in sizes}
 
 
 def padding_rows(rows: int, seq: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Shaped
@@ -38,6 +39,7 @@ from train.methods.rollouts import (
     with_signal,
 )
 from train.state.mesh import generating
+from train.step import loss
 from train.step.task import Rolled
 from zoo.generation.decoding import bucket
 from zoo.generation.engine import Completion, Engine
@@ -150,7 +152,8 @@ class Move(NamedTuple):
     anew: bool = False
     other: bool = False  # whether another chat begins, after the reply
     end: End = ""
-    reward: float = 0.0
+    reward: float = 0.0  # of the whole trajectory
+    turn_reward: float = 0.0  # of the reply before
     problem: str = ""  # an error of the environment's own
     calls: int = 0
     errors: int = 0  # of calls
@@ -159,10 +162,11 @@ class Move(NamedTuple):
 
 @dataclasses.dataclass
 class Branch:
-    """A text as the model saw it. `logprobs` has None at tokens that were not drawn."""
+    """A text as the model saw it. `logprobs` has None at tokens that were not drawn, and `turns` their number there."""
 
     tokens: list[int]
     logprobs: list[float | None]
+    turns: list[int]  # of the reply that a token is part of, from 0 on; of another token that of the next reply
 
 
 @dataclasses.dataclass(eq=False)
@@ -191,16 +195,26 @@ class Trajectory:
         """The number of drawn tokens."""
         return sum(logprob is not None for branch in self.branches for logprob in branch.logprobs)
 
+    @property
+    def rewards(self) -> list[float]:
+        """The rewards of the turns. That of the whole trajectory comes with the last one."""
+        found = [move.turn_reward for move in self.moves[1:]]
+        if self.last.end == "lost":
+            return [0.0] * len(found)
+        return [*found[:-1], found[-1] + self.last.reward] if found else []
+
     def apply(self, move: Move) -> None:
         """Adds a reply, if one is finished, and a move."""
         if (done := self.completion) is not None:
             self.branches[-1].tokens += done.tokens
             self.branches[-1].logprobs += done.logprobs
+            self.branches[-1].turns += [self.turns - 1] * len(done.tokens)
         if move.tokens and not move.end:
             if move.anew:
-                self.branches.append(Branch([], []))
+                self.branches.append(Branch([], [], []))
             self.branches[-1].tokens += move.tokens
             self.branches[-1].logprobs += [None] * len(move.tokens)
+            self.branches[-1].turns += [self.turns] * len(move.tokens)
         self.start = len(self.messages) + 1 if move.other else self.start
         self.messages += move.messages
         self.text = move.text
@@ -253,6 +267,10 @@ class Players:
             response = at.environment.ask("reward", after=drawn)
             problem = move.problem or (f"reward raises {response.error}" if response.error else "")
             move = move._replace(reward=response.value or 0.0, problem=problem)
+        if self.host.scores and move.end != "lost":
+            response = at.environment.ask("turn_reward", after=drawn)
+            problem = f"turn_reward raises {response.error}" if response.error else move.problem
+            move = move._replace(turn_reward=response.value or 0.0, problem=problem)
         return move._replace(messages=[reply, *move.messages], seconds=at.environment.seconds - before)
 
     def _resumed(self, reply: Message, at: Trajectory, drawn: Sequence[int], limit: End) -> Move:
@@ -343,7 +361,7 @@ def rollout(
                 stops=chats.tokenizer.eos, cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
             )  # fmt: skip
             _play(engine, groups, players, options, seed)
-        return groups, np.array([[[each.last.reward] for each in group] for group in groups], np.float32)
+        return groups, np.array([[[sum(each.rewards)] for each in group] for group in groups], np.float32)
 
     with contextlib.closing(journal):
         groups, rewarded = draw(range(len(records)), seed + n)
@@ -355,7 +373,10 @@ def rollout(
         raise ValueError(f"--environment {environment.environment}: no trajectory has begun: {problems[0]}.")
     if problems:
         warnings.warn(f"--environment {environment.environment}: {problems[0]}. Such count as 0.", stacklevel=2)
-    advantages = advantages_of(worth, rewards)
+    if environment.credit == "turn":
+        advantages = np.concatenate([_of_turns(group, environment.turns, rewards.scale_rewards) for group in learnt])
+    else:
+        advantages = advantages_of(worth, rewards)[:, None]
     rows = _rows(list(itertools.chain(*learnt)), advantages, seq_len, options.mask_truncated)
     numbers = {
         "reward": float(total.mean()),
@@ -468,9 +489,17 @@ def _oldest(folder: pathlib.Path, updates: int) -> int:
     return min(found, default=0) // updates
 
 
+def _of_turns(group: Sequence[Trajectory], turns: int, scale: bool) -> Float[np.ndarray, "group turns"]:
+    """Computes the advantages of turns, which are 0 after a trajectory's end. `turns` is the largest number of them."""
+    rewards, present = np.zeros((len(group), turns), np.float32), np.zeros((len(group), turns), bool)
+    for row, each in enumerate(group):
+        rewards[row, : len(each.rewards)], present[row, : len(each.rewards)] = each.rewards, True
+    return np.asarray(loss.turn_advantages(jnp.asarray(rewards), jnp.asarray(present), scale=scale))
+
+
 def _rows(
     trajectories: Sequence[Trajectory],
-    advantages: Float[np.ndarray, " trajectories"],
+    advantages: Float[np.ndarray, "all #turns"],
     seq_len: int,
     mask_truncated: bool,
 ) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
@@ -490,7 +519,7 @@ def _rows(
         rows["tokens"][row, :end], rows["targets"][row, :end] = branch.tokens[:end], branch.tokens[1 : end + 1]
         rows["loss_mask"][row, :end], rows["segments"][row, :end] = drawn[1 : end + 1], 1
         rows["positions"][row, :end] = np.arange(end)
-        rows["advantages"][row] = advantage
+        rows["advantages"][row, :end] = advantage[np.minimum(branch.turns[1 : end + 1], len(advantage) - 1)]
         rows["old"][row, :end] = [logprob or 0.0 for logprob in branch.logprobs[1 : end + 1]]
     return rows
 
@@ -519,9 +548,9 @@ def _sample(trajectory: Trajectory) -> dict[str, Any]:
     last = trajectory.last
     return {
         "prompt": said(first[0]) if first else "",
-        "text": "\n".join([*texts, f"[reward {last.reward:g}, {last.end}]"]),
+        "text": "\n".join([*texts, f"[reward {sum(trajectory.rewards):g}, {last.end}]"]),
         "messages": trajectory.messages,
-        "reward": last.reward,
+        "reward": sum(trajectory.rewards),
         "end": last.end,
-        "branches": [dataclasses.asdict(branch) for branch in trajectory.branches],
+        "branches": [{"tokens": each.tokens, "logprobs": each.logprobs} for each in trajectory.branches],
     }

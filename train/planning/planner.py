@@ -10,6 +10,7 @@ import jax
 import tyro
 from jax.sharding import Mesh
 
+import zoo
 from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 from train.base.chips import Chip, slowest_link
 from train.base.flops import flops_per_token, products_per_token
@@ -53,17 +54,21 @@ class Options(OptionGroup):
     """Values that the backward pass recomputes, as for training."""
     microbatches: int = 1
     """Number of parts in which a step computes its rows, one after another."""
-    method: Literal["sft", "dpo", "grpo", "reward", "classify", "embed"] = option("sft", group=Group.METHOD)
+    method: Literal["sft", "dpo", "grpo", "distill", "reward", "classify", "embed"] = option("sft", group=Group.METHOD)
     """Method of training. sft: predicting tokens. dpo: preferences, beside a reference in bfloat16; with --lora.rank
     the reference is the model without its adapters. grpo: rewards; a device needs the larger of an update's memory and
-    sampling's. reward, classify (with 2 labels) and embed: heads."""
+    sampling's. distill: beside a --teacher; with --max-new-tokens on policy, which samples, too. reward, classify (with
+    2 labels) and embed: heads."""
+    teacher: str = option("", group=Group.METHOD, rare=True)
+    """Teacher of distill, in bfloat16: a zoo name, a folder with a config.json, or a Hub repository."""
     judge: str = option("", group=Group.METHOD, rare=True)
     """Reward model beside grpo, as in --reward model:NAME: a zoo name, a folder with a config.json, or a Hub
     repository. It is held in bfloat16."""
     kl: float = option(0.0, group=Group.METHOD, rare=True)
     """Weight of the divergence from the reference, as in train.grpo. 0: no reference."""
     max_new_tokens: int = option(0, group=Group.METHOD, rare=True)
-    """Largest number of tokens of a completion, for grpo; prompts have the rest of --seq. 0: half of --seq."""
+    """Largest number of tokens of a completion, for grpo and distill; prompts have the rest of --seq. 0: half of --seq,
+    and no completions for distill."""
     rollout_batch: int = option(64, group=Group.METHOD, rare=True)
     """Number of completions that are sampled at a time, each with a cache, as in train.grpo."""
     group: int = option(8, group=Group.METHOD, rare=True)
@@ -93,7 +98,12 @@ class Options(OptionGroup):
     @property
     def reference(self) -> bool:
         """Whether a step has one more forward pass, through a reference model."""
-        return self.method == "dpo" or (self.method == "grpo" and self.kl > 0)
+        return self.method in ("dpo", "distill") or (self.method == "grpo" and self.kl > 0)
+
+    @property
+    def samples(self) -> bool:
+        """Whether completions are sampled between updates."""
+        return self.method == "grpo" or (self.method == "distill" and self.max_new_tokens > 0)
 
     @property
     def headed(self) -> bool:
@@ -186,10 +196,11 @@ def plan(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any
             needed = float(compiled.needed + kinds.get(JUDGE, 0))
         except TooLarge as error:
             needed, available = error.needed, error.available
-    if options.method == "grpo" and needed <= available:
+    if options.samples and needed <= available:
         s = sampling(
             config, mesh, program, seq=options.seq, max_new_tokens=options.max_new_tokens or options.seq // 2,
-            rows=options.rollout_batch, group=options.group, cache_dtype=options.cache_dtype,
+            rows=options.rollout_batch, group=options.group if options.method == "grpo" else 1,
+            cache_dtype=options.cache_dtype,
         )  # fmt: skip
         try:
             sampled = float(s.needed(compile_ahead(s.prefill, mesh), compile_ahead(s.advance, mesh)))
@@ -227,10 +238,12 @@ def _program(options: Options, config: AbstractConfig, mesh: Mesh, step: Step) -
         raise ValueError(f"--decode plans no training: leave out --method {options.method}.")
     if options.judge and options.method != "grpo":
         raise ValueError(f"--judge {options.judge} rewards completions: it needs --method grpo.")
+    if bool(options.teacher) != (options.method == "distill"):
+        raise ValueError("--method distill needs a --teacher, and no other method has one.")
     if options.images and options.headed:
         raise ValueError(f"--images: --method {options.method} reads texts alone.")
-    if options.images and options.method == "grpo":
-        raise ValueError("Sampling after prompts with images is not planned: leave out --images or --method grpo.")
+    if options.images and options.method in ("grpo", "distill"):
+        raise ValueError(f"Prompts with images are not planned: leave out --images or --method {options.method}.")
     if options.cache_tokens and not options.decode:
         raise ValueError(f"--cache-tokens {options.cache_tokens} is of decoding: add --decode.")
     if options.decode and options.lora.rank:
@@ -263,6 +276,7 @@ def _bounds(
     """
     p = products_per_token(model.config, options.seq)
     p = p._replace(head=0.0) if options.headed else p
+    other = products_per_token(zoo.inspect(options.teacher), options.seq) if options.teacher else p
     weights = p.layers + p.head  # frozen weights have no gradient
     products = (
         sum(p)
@@ -270,7 +284,7 @@ def _bounds(
         else 3 * p.attention
         + (2 if options.lora.rank else 3) * weights
         + recomputed(model.config, options.seq, options.remat)
-        + options.reference * sum(p)
+        + options.reference * sum(other)
     )
     bounds = {"compute": 2 * products * options.tokens / mesh.size / chip.flops * _ticks(options, model, mesh)}
     if compiled:

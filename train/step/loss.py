@@ -73,6 +73,33 @@ def logprobs(
     return by_chunks(numbers, x, targets, chunk=chunk)
 
 
+def logprobs_among(
+    unembed: Unembed,
+    x: Float[Array, "batch seq embed"],
+    targets: Int[Array, "batch seq"],
+    support: Int[Array, "batch seq kept"],
+    *,
+    chunk: int = 2048,
+) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
+    """Computes what `logprobs` does, with the distribution over the tokens in `support` alone; -1 there is no token.
+
+    So it is where tokens are drawn with top-k or top-p: the ratio of two models' probabilities is then that of the
+    distributions that are drawn from.
+    """
+
+    def numbers(x: Array, targets: Array, support: Array) -> tuple[Array, Array]:
+        logits = unembed(x).astype(jnp.float32)
+        among = jnp.take_along_axis(logits, jnp.maximum(support, 0), axis=-1)
+        among = jnp.where(support >= 0, among, -jnp.inf)
+        log_z = jax.nn.logsumexp(among, axis=-1)
+        p = jnp.exp(among - log_z[..., None])
+        expected = jnp.sum(p * jnp.where(p > 0, among, 0), axis=-1)
+        is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+        return jnp.sum(jnp.where(is_target, logits, 0), axis=-1) - log_z, log_z - expected
+
+    return by_chunks(numbers, x, targets, support, chunk=chunk)
+
+
 def per_document(
     values: Float[Array, "batch seq"], segments: Int[Array, "batch seq"], mask: Mask, documents: int
 ) -> Float[Array, "batch documents"]:
@@ -218,7 +245,8 @@ def cosent(
 
 
 # ======================================================================================================================
-# Policy gradients. A row is one sampled sequence. `mask` is 1 at the tokens that were sampled.
+# Policy gradients. A row is one sampled sequence. `mask` is 1 at the tokens that were sampled, and advantages are those
+# of tokens, equal along a sequence or a turn.
 # ======================================================================================================================
 
 
@@ -252,10 +280,42 @@ def advantages_of_each(
     return (sums - jnp.mean(sums)) / (jnp.std(sums, ddof=1) + 1e-4)
 
 
+def overlong(lengths: Int[Array, "*completions"], *, most: int, margin: int) -> Float[Array, "*completions"]:
+    """Computes the soft punishment of long completions, DAPO, arXiv:2503.14476, eq. 13: a reward from -1 to 0.
+
+    It is 0 up to `most` - `margin` tokens, and falls in a straight line to -1 at `most`, the largest number of tokens.
+    """
+    return jnp.clip((most - margin - lengths) / margin, -1.0, 0.0)
+
+
+def returns_of_turns(
+    rewards: Float[Array, "group turns"], present: Bool[Array, "group turns"]
+) -> Float[Array, "group turns"]:
+    """Computes the return of each turn: the sum of the rewards of this turn and of all later ones."""
+    return jnp.flip(jnp.cumsum(jnp.flip(jnp.where(present, rewards, 0), axis=1), axis=1), axis=1)
+
+
+def turn_advantages(
+    rewards: Float[Array, "group turns"], present: Bool[Array, "group turns"], *, scale: bool = True
+) -> Float[Array, "group turns"]:
+    """Computes advantages of turns: a turn's return minus the mean of the group's returns at the same turn.
+
+    As in `group_advantages` this is divided by the deviation if `scale`. Trajectories of the group that have ended
+    before the turn, which are not `present`, do not count; a turn that one alone has reached has the advantage 0.
+    Return-based advantages of turns: GTPO, arXiv:2511.14846, section 3, here without a discount.
+    """
+    returns = returns_of_turns(rewards, present)
+    sum_of = lambda values: jnp.sum(jnp.where(present, values, 0), axis=0, keepdims=True)
+    count = sum_of(jnp.ones_like(returns))
+    centred = jnp.where(present, returns - sum_of(returns) / jnp.maximum(count, 1), 0)
+    deviation = jnp.sqrt(sum_of(jnp.square(centred)) / jnp.maximum(count - 1, 1))
+    return centred / (deviation + 1e-4) if scale else centred
+
+
 def clipped_policy(
     logps: Float[Array, "batch seq"],
     old: Float[Array, "batch seq"],
-    advantages: Float[Array, " batch"],
+    advantages: Float[Array, "batch seq"],
     mask: Mask,
     *,
     epsilon_low: float = 0.2,
@@ -273,7 +333,7 @@ def clipped_policy(
     if level == "sequence":
         lengths = jnp.maximum(jnp.sum(mask != 0, axis=1, keepdims=True), 1).astype(log_ratio.dtype)
         log_ratio = jnp.broadcast_to(jnp.sum(log_ratio, axis=1, keepdims=True) / lengths, log_ratio.shape)
-    ratio, a = jnp.exp(log_ratio), advantages[:, None]
+    ratio, a = jnp.exp(log_ratio), advantages
     clipped = (ratio < 1 - epsilon_low) & (a < 0) | (ratio > 1 + epsilon_high) & (a > 0)
     return -jnp.minimum(ratio * a, jnp.clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * a), clipped
 
@@ -281,7 +341,7 @@ def clipped_policy(
 def cispo(
     logps: Float[Array, "batch seq"],
     old: Float[Array, "batch seq"],
-    advantages: Float[Array, " batch"],
+    advantages: Float[Array, "batch seq"],
     mask: Mask,
     *,
     epsilon_high: float,
@@ -291,14 +351,14 @@ def cispo(
     This is CISPO, arXiv:2506.13585, eq. 4 and 5, without a lower bound. The clipped ratio is a constant weight, so that
     no token is without a gradient.
     """
-    ratio, a = jax.lax.stop_gradient(jnp.exp(jnp.where(mask != 0, logps - old, 0))), advantages[:, None]
+    ratio, a = jax.lax.stop_gradient(jnp.exp(jnp.where(mask != 0, logps - old, 0))), advantages
     return -jnp.minimum(ratio, 1 + epsilon_high) * a * logps, (ratio > 1 + epsilon_high) & (a > 0)
 
 
 def sapo(
     logps: Float[Array, "batch seq"],
     old: Float[Array, "batch seq"],
-    advantages: Float[Array, " batch"],
+    advantages: Float[Array, "batch seq"],
     mask: Mask,
     *,
     positive: float = 1.0,
@@ -308,7 +368,7 @@ def sapo(
 
     This is SAPO, arXiv:2511.20347. t is `positive` where the advantage A is positive, and else `negative`.
     """
-    ratio, a = jnp.exp(jnp.where(mask != 0, logps - old, 0)), advantages[:, None]
+    ratio, a = jnp.exp(jnp.where(mask != 0, logps - old, 0)), advantages
     t = jnp.where(a > 0, positive, negative)
     return -4 / t * jax.nn.sigmoid(t * (ratio - 1)) * a
 
@@ -376,13 +436,18 @@ def divergence(
     beta) student: beta KL(teacher || m) + (1 - beta) KL(student || m).
     """
     log_q, log_p = (jax.nn.log_softmax(a.astype(jnp.float32) / temperature, axis=-1) for a in (student, teacher))
-    if beta == 0:
-        return _kl(log_p, log_q)
-    if beta == 1:
-        return _kl(log_q, log_p)
-    m = beta * jnp.exp(log_p) + (1 - beta) * jnp.exp(log_q)
-    log_m = jnp.log(jnp.where(m > 0, m, 1))
-    return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
+    return _divergence(log_q, log_p, beta)
+
+
+def divergence_of_some(
+    log_q: Float[Array, "*batch some"], log_p: Float[Array, "*batch some"], *, beta: float
+) -> Float[Array, "*batch"]:
+    """Computes `divergence` with some tokens apart, and all others together as one more.
+
+    This is at most the divergence over the whole vocabulary. `log_q` are the student's log-probabilities of these
+    tokens, and `log_p` the teacher's; each is of a whole vocabulary, so that the others have what is left.
+    """
+    return _divergence(_with_rest(log_q), _with_rest(log_p), beta)
 
 
 def divergence_top_k(
@@ -402,6 +467,24 @@ def divergence_top_k(
     return _kl(log_p, jnp.take_along_axis(log_q, indices, axis=-1))
 
 
+def _divergence(
+    log_q: Float[Array, "*batch words"], log_p: Float[Array, "*batch words"], beta: float
+) -> Float[Array, "*batch"]:
+    if beta == 0:
+        return _kl(log_p, log_q)
+    if beta == 1:
+        return _kl(log_q, log_p)
+    m = beta * jnp.exp(log_p) + (1 - beta) * jnp.exp(log_q)
+    log_m = jnp.log(jnp.where(m > 0, m, 1))
+    return beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
+
+
 def _kl(log_p: Float[Array, "*batch words"], log_q: Float[Array, "*batch words"]) -> Float[Array, "*batch"]:
     p = jnp.exp(log_p)
     return jnp.sum(p * jnp.where(p > 0, log_p - log_q, 0), axis=-1)  # p can be 0, and log p -inf
+
+
+def _with_rest(log_p: Float[Array, "*batch some"]) -> Float[Array, "*batch more"]:
+    """Appends the logarithm of what is left of the probability, which is at least 1e-7."""
+    total = jnp.minimum(jax.nn.logsumexp(log_p, axis=-1, keepdims=True), -1e-7)
+    return jnp.concatenate([log_p, jnp.log(-jnp.expm1(total))], axis=-1)

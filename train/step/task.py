@@ -55,5 +55,6 @@ class Task:
     prompts: Sequence[Encoded] = ()  # prompts whose continuations are printed as samples
     rollout: Rollout | None = None
     beside: Sequence[AbstractModel] = ()  # other models that the rollout holds on the devices
+    metric: str = "loss"  # that of the validation data by which --patience and the report go
     updates: int = 1  # batches of a rollout
     example: Mapping[str, np.ndarray] | None = None  # a batch of the shapes that a rollout returns, for a dry run
