@@ -593,8 +593,8 @@ def test_rollouts(folder, model, sample, monkeypatch):
 def test_rewards_of_turns(folder, sample):
     """With --credit turn each turn of a row has its own advantage, by its own and later rewards."""
     tokenizer = zoo.tokenizer(folder / "model")
-    (rows,), numbers, _ = sample(name="Scored", credit="turn")
-    of_all, *_ = sample(name="Scored")
+    (rows,), numbers, _ = sample(name="game.py:Scored", credit="turn")
+    of_all, *_ = sample(name="game.py:Scored")
     ends, earned, present = [], np.zeros((16, 4)), np.zeros((16, 4), bool)
     for row, mask in enumerate(rows["loss_mask"]):
         places = np.flatnonzero(mask)
