@@ -21,7 +21,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]*)((?:#[^)\s]*)?)(?=\))")
-FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^(`{3,}|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
 LANGUAGES = {
     ".py": "python", ".json": "json", ".jinja": "jinja", ".sh": "bash", ".sbatch": "bash", ".toml": "toml",
     ".yaml": "yaml", ".cuda": "docker", ".tpu": "docker",
@@ -92,10 +92,13 @@ def content(path: str) -> str:
     text = file.read_text()
     if file.suffix == ".ipynb":
         return notebook(json.loads(text))
+    return text if file.suffix == ".md" else f"# {path}\n\n{fenced(text, LANGUAGES.get(file.suffix, 'text'))}\n"
+
+
+def fenced(text: str, language: str) -> str:
+    """Returns a text in a fence that is longer than those in it."""
     fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`{3,}", text)), 3)
-    return (
-        text if file.suffix == ".md" else f"# {path}\n\n{fence}{LANGUAGES.get(file.suffix, 'text')}\n{text}\n{fence}\n"
-    )
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def notebook(content: dict[str, Any]) -> str:
@@ -103,9 +106,8 @@ def notebook(content: dict[str, Any]) -> str:
     parts = []
     for cell in content["cells"]:
         text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
-        for output in cell.get("outputs", ()):
-            parts.append(f"```text\n{''.join(output['text'])}```")
+        parts.append(text if cell["cell_type"] == "markdown" else fenced(text, "python"))
+        parts += [fenced("".join(output["text"]), "text") for output in cell.get("outputs", ())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -171,7 +173,10 @@ def sentence(node: ast.expr) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrites the links of a page."""
     generated = re.match(r"<!-- (\S+) -->\n", markdown)
-    text = rewritten(markdown, generated[1] if generated else f"docs/{page.file.src_uri}")
+    if generated:
+        text = rewritten(markdown.removeprefix(generated[0]), generated[1])
+    else:
+        text = rewritten(markdown, f"docs/{page.file.src_uri}")
     return text.replace("<details>", "<details markdown>")
 
 
