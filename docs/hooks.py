@@ -1,14 +1,17 @@
 """Makes the site of what lies in the repository. mkdocs calls the functions that begin with `on_`.
 
 Pages link to files, as they do on any host of the repository. On the site a file outside of docs/ becomes a page of its
-own if a page links to it: a Markdown file as it is, code in a fence, a folder as a list. The README is the first page.
+own if a page links to it: a Markdown file as it is, a notebook with its outputs, other code in a fence, a folder as a
+list. The README is the first page.
 """
 
 import ast
+import json
 import os
 import pathlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -18,8 +21,12 @@ from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]*)((?:#[^)\s]*)?)(?=\))")
-FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
-LANGUAGES = {".py": "python", ".json": "json", ".jinja": "jinja", ".sh": "bash", ".toml": "toml"}
+FENCE = re.compile(r"^(`{3,}|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
+LANGUAGES = {
+    ".py": "python", ".json": "json", ".jinja": "jinja", ".sh": "bash", ".sbatch": "bash", ".toml": "toml",
+    ".yaml": "yaml", ".cuda": "docker", ".tpu": "docker",
+}  # fmt: skip
+WRITTEN = (".md", ".ipynb")  # files with text and links
 # Page of the reference -> its modules.
 REFERENCE = {
     "zoo": "zoo zoo.load zoo.source zoo.registry zoo.surgery zoo.activations zoo.quantized zoo.lora zoo.mesh "
@@ -83,10 +90,25 @@ def content(path: str) -> str:
         )
         return "\n".join([f"# {path}/", "", *(f"- `{each.name}`{about(each)}" for each in inside)])
     text = file.read_text()
+    if file.suffix == ".ipynb":
+        return notebook(json.loads(text))
+    return text if file.suffix == ".md" else f"# {path}\n\n{fenced(text, LANGUAGES.get(file.suffix, 'text'))}\n"
+
+
+def fenced(text: str, language: str) -> str:
+    """Returns a text in a fence that is longer than those in it."""
     fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`{3,}", text)), 3)
-    return (
-        text if file.suffix == ".md" else f"# {path}\n\n{fence}{LANGUAGES.get(file.suffix, 'text')}\n{text}\n{fence}\n"
-    )
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def notebook(content: dict[str, Any]) -> str:
+    """Returns a notebook as Markdown: its text, and its code and outputs in fences."""
+    parts = []
+    for cell in content["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else fenced(text, "python"))
+        parts += [fenced("".join(output["text"]), "text") for output in cell.get("outputs", ())]
+    return "\n\n".join(parts) + "\n"
 
 
 def about(file: pathlib.Path) -> str:
@@ -110,7 +132,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     found = ["README.md", "docs/README.md"]
     queue = [*found, *(f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md"))]
     for path in queue:
-        if path.endswith(".md") or (ROOT / path).is_dir():
+        if path.endswith(WRITTEN) or (ROOT / path).is_dir():
             new = [each for each in dict.fromkeys(links(content(path), path)) if each not in queue]
             queue += new
             found += [each for each in new if not each.startswith("docs/")]
@@ -151,7 +173,10 @@ def sentence(node: ast.expr) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrites the links of a page."""
     generated = re.match(r"<!-- (\S+) -->\n", markdown)
-    text = rewritten(markdown, generated[1] if generated else f"docs/{page.file.src_uri}")
+    if generated:
+        text = rewritten(markdown.removeprefix(generated[0]), generated[1])
+    else:
+        text = rewritten(markdown, f"docs/{page.file.src_uri}")
     return text.replace("<details>", "<details markdown>")
 
 

@@ -282,5 +282,6 @@ def _as_json(value: Any) -> Any:
     stated = dataclasses.asdict(value)
     if isinstance(value, RopeScaling):
         stated.pop(POSITIONS, None)  # a key of its own
-        stated = {"rope_type": value.rope_type} | stated
+        # Other libraries take a null for a number.
+        stated = {"rope_type": value.rope_type} | {key: each for key, each in stated.items() if each is not None}
     return stated

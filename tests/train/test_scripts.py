@@ -141,6 +141,8 @@ def test_card(words, whole):
     assert f"| validation_loss | {held_out[0]:.4g} | {held_out[-1]:.4g} |" in body
     digest = hashlib.sha256((words / "words.jsonl").read_bytes()).hexdigest()
     assert f"| words.jsonl | {digest} |" in body and f"equinox-zoo {zoo.__version__}" in body
+    count = sum(array.size for array in jax.tree.leaves(zoo.load(words / "model")))
+    assert f"| model | model, {count:,} parameters |" in body
     assert str(words) not in text
 
 

@@ -161,9 +161,9 @@ def fleet(text: str) -> tuple[Chip, list[Any]]:
         ImportError: the compiler for the chip is not installed.
     """
     (chip, count), (name, _, shape) = size_of(text), slice_of(text).partition(":")
-    package = "jax_cuda13_plugin" if chip.cores else "libtpu"
+    package, extra = ("jax_cuda13_plugin", "compile") if chip.cores else ("libtpu", "tpu")
     if importlib.util.find_spec(package) is None:
-        raise ImportError(f"To compile for {text}, install {package}: pip install -e '.[compile]'.")
+        raise ImportError(f"To compile for {text}, install {package}: pip install -e '.[{extra}]'.")
     if chip.cores:
         nodes = f"1x{max(1, count // NODE)}x{min(count, NODE)}"
         found = topologies.get_topology_desc(platform="cuda", target_config=target(chip), topology=nodes)

@@ -92,7 +92,8 @@ def _lines(exported: pathlib.Path, options: Options, run: Run, base: Source | No
         yield from (f"| {metric} | {before:.4g} | {after:.4g} |" for metric, (before, after) in numbers.items())
     yield "\n## Training\n\n| | |\n|---|---|"
     start = json.loads((run.out / RUN).read_text())["starts"][-1]
-    told = report.overview(options, run.trained, run.mesh) | {"model": shown}
+    told = report.overview(options, run.trained, run.mesh)
+    told["model"] = f"{shown}, {run.trained.parameters:,} parameters"
     told["versions"] = ", ".join(f"{package} {version}" for package, version in start["versions"].items())
     told |= {"commit": start["commit"]} if start["commit"] else {}
     yield from (f"| {name} | {value} |" for name, value in told.items())
