@@ -88,7 +88,7 @@ def start(
     recipe = Recipe(
         optimizer=optimizer, schedule=schedule, compute_dtype=jnp.dtype(options.step.compute_dtype),
         objective=task.objective, remat=remat_of(options.step.remat), microbatches=options.step.microbatches,
-        router_balance=router.router_balance, router_z=router.router_z,
+        router_balance=router.router_balance, router_sequence=router.router_sequence, router_z=router.router_z,
         rebalance=rebalancing(router, family_of(trained.config), adapters=trained.adapters),
     )  # fmt: skip
     out = folder.run_folder(options, manifest)
