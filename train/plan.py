@@ -8,6 +8,7 @@ figures, and estimates by kind of kernel, from rates that are reached in practic
 """
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -205,10 +206,10 @@ def main(o: Options) -> None:
 
     plans = [planned(o)]
     if o.search:
-        best_of_mesh: dict[str, Options] = {}
+        best_of_axes: dict[frozenset[str], Options] = {}  # by the axes beside replica and fsdp
         for other in candidates(o, config, chip, devices):
-            best_of_mesh.setdefault(other.mesh, other)
-        best = [other for other in list(best_of_mesh.values())[:3] if other != o]
+            best_of_axes.setdefault(frozenset(re.findall("tensor|expert|context|stage", other.mesh)), other)
+        best = [other for other in list(best_of_axes.values())[:3] if other != o]
         plans += [planned(other, f" ({n} of {len(best)} that are searched)") for n, other in enumerate(best, 1)]
         rank(plans)
     best = max((p for p in plans if p.compiled), key=lambda p: p.estimated_speed, default=plans[0])

@@ -331,9 +331,13 @@ def _ticks(options: Options, model: AbstractModel, mesh: Mesh) -> float:
     microbatches = (
         options.batch // options.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
     )
-    repeats = max(repeats for _, repeats in model.layers.runs if repeats % stages == 0)
-    busy = microbatches * rounds_of(repeats // stages)
+    busy = microbatches * _rounds(model, stages)
     return (busy + stages - 1) / busy
+
+
+def _rounds(model: AbstractModel, stages: int) -> int:
+    """Returns how often a token goes through all stages."""
+    return rounds_of(max(repeats for _, repeats in model.layers.runs if repeats % stages == 0) // stages)
 
 
 def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, options: Options) -> float:
@@ -428,6 +432,8 @@ def _seconds(options: Options, kinds: Mapping[str, int], model: AbstractModel, c
         (FSDP, EXPERT, CONTEXT): gathered * dense,
         (FSDP, CONTEXT): gathered * own[EXPERT],
     }
+    if size[STAGE] > 1:  # features, to the next stage and back
+        sent[STAGE,] = 2 * 2 * _rounds(model, size[STAGE]) * options.tokens * c.hidden_size * size[STAGE] / mesh.size
     if not options.decode:  # gradients are summed over replicas, and each gathers the weights that others have updated
         shard = own[REPLICA] + own[EXPERT] / (size[FSDP] * size[CONTEXT])
         sent[REPLICA,] = 8 * shard / size[TENSOR] / size[STAGE]
