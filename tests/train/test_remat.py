@@ -103,4 +103,5 @@ def test_bytes_by_name():
     assert found["attention_out"] == layers * 32 * (2 * 128 * 2 + 4)  # in two numbers of bfloat16, and a float32
     assert set(found) <= set(NAMES) and "experts" not in found
     mixture = fit.bytes_by_name(zoo.config("qwen3-30b-a3b"))
+    assert "attention_qkv" in fit.bytes_by_name(read(FAMILIES["gpt2"], tiny.CONFIGS["gpt3"]))  # of 40 positions
     assert mixture["experts"] == 2 * 48 * 8 * (2 * 768 + 2048) and mixture["router"] == 2 * 48 * 128

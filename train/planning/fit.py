@@ -82,13 +82,14 @@ def saved_bytes(config: AbstractConfig, mesh: Mesh, *, rows: float | int, seq: i
 def bytes_by_name(config: AbstractConfig) -> dict[str, float]:
     """Counts the bytes that all layers have of a token under each name for --remat, in bfloat16.
 
-    It traces a forward pass of `TRACED` tokens that is to be followed by a backward one.
+    It traces a forward pass of `TRACED` tokens, or as many as there are positions, before a backward pass.
     """
+    tokens = min(TRACED, config.max_position_embeddings)
     model = eqx.filter_eval_shape(lambda model: cast(model, jnp.bfloat16), skeleton(family_of(config), config))
     trained, rest = eqx.partition(model, lambda array: jnp.issubdtype(array.dtype, jnp.inexact))
-    forward = lambda trained, rest, tokens: jax.vjp(lambda m: eqx.combine(m, rest).hidden(tokens)[0], trained)[0]
-    traced = jax.make_jaxpr(forward)(trained, rest, jax.ShapeDtypeStruct((1, TRACED), jnp.int32))
-    return {name: size / TRACED for name, size in _named_in(traced.jaxpr).items()}
+    forward = lambda trained, rest, ids: jax.vjp(lambda m: eqx.combine(m, rest).hidden(ids)[0], trained)[0]
+    traced = jax.make_jaxpr(forward)(trained, rest, jax.ShapeDtypeStruct((1, tokens), jnp.int32))
+    return {name: size / tokens for name, size in _named_in(traced.jaxpr).items()}
 
 
 def _named_in(jaxpr: Any) -> Counter[str]:
