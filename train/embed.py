@@ -191,7 +191,7 @@ def main(o: EmbedOptions) -> None:
         raise ValueError("--loss distill compares the texts of a group: give --negatives.")
     if o.loss == "cosent" and o.negatives:
         raise ValueError("--loss cosent reads pairs with a score: leave out --negatives.")
-    if o.step.microbatches > 1 and (o.router.router_balance or o.router.router_z):
+    if o.step.microbatches > 1 and (o.router.router_balance or o.router.router_sequence or o.router.router_z):
         raise ValueError("--microbatches: the losses of routers are not computed in parts; leave one of both out.")
     # The objective reads the batch in parts, so that the loss is that of the whole; --remat auto would choose others.
     parts, remat = o.step.microbatches, "dots" if o.step.remat == "auto" else o.step.remat

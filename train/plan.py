@@ -8,6 +8,7 @@ figures, and estimates by kind of kernel, from rates that are reached in practic
 """
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -173,27 +174,27 @@ def breakdown(made: Plan) -> Table:
         flops = f"{part.flops / 1e12:,.2f}" if part.flops else ""
         table.add_row(kind, f"{part.kernels:,}", flops, f"{part.bytes / 1e9:,.2f}", f"{1e3 * part.seconds:,.2f}")
     assert made.compiled
-    sent = sum(each.sent * each.times for each in made.compiled.collectives)
+    sent = sum((each.sent + each.even) * each.times for each in made.compiled.collectives)
     calls = sum(each.times for each in made.compiled.collectives)
     if calls:
-        table.add_row(
-            "collectives", f"{calls:,}", "", f"{sent / 1e9:,.2f}", f"{1e3 * made.bounds['interconnect']:,.2f}"
-        )
-    of = lambda seconds: f"MFU {made.flops * made.options.tokens / made.mesh.size / made.chip.flops / seconds:.1%}"
+        table.add_row("collectives", f"{calls:,}", "", f"{sent / 1e9:,.2f}", f"{1e3 * made.sending:,.2f}")
     beside, between = made.seconds
-    table.add_row(f"sum, {of(between)}", "", "", "", f"{1e3 * between:,.2f}")
+    table.add_row(f"sum, MFU {made.reached(between):.1%}", "", "", "", f"{1e3 * between:,.2f}")
     if between > beside:
-        table.add_row(f"with what is started ahead beside kernels, {of(beside)}", "", "", "", f"{1e3 * beside:,.2f}")
+        name = f"with what is started ahead beside kernels, MFU {made.reached(beside):.1%}"
+        table.add_row(name, "", "", "", f"{1e3 * beside:,.2f}")
     return table
 
 
 def rank(plans: list[Plan]) -> None:
-    """Prints the plans that were compiled, ranked by their bounds, the fastest first."""
-    columns = ("batch", "remat", "a device needs", "tokens a second, at most", "MFU, at most")
-    table = Table(Column("mesh", overflow="fold"), *columns, title="Ranked by their bounds", title_justify="left")
-    for p in sorted(plans, key=lambda p: (p.compiled is None, -p.tokens_per_second)):
-        speed = (f"{p.tokens_per_second:,.0f}", f"{p.mfu:.1%}") if p.compiled else ("does not fit", "")
-        table.add_row(p.options.mesh, str(p.options.batch), p.options.remat, gb(p.needed), *speed)
+    """Prints the plans that were compiled, ranked by the sums of their kernels and collectives, the fastest first."""
+    columns = ("batch, parts", "remat", "a device needs", "tokens a second", "MFU, and at most")
+    table = Table(Column("mesh", overflow="fold"), *columns, title="Ranked by the estimated sum", title_justify="left")
+    for p in sorted(plans, key=lambda p: -p.estimated_speed):
+        mfu = f"{p.reached(p.seconds[1]):.1%}, {p.mfu:.1%}" if p.compiled else ""
+        speed = (f"{p.estimated_speed:,.0f}", mfu) if p.compiled else ("does not fit", "")
+        rows = f"{p.options.batch}, {p.options.microbatches}"
+        table.add_row(p.options.mesh, rows, p.options.remat, gb(p.needed), *speed)
     rich.print(table)
 
 
@@ -211,13 +212,13 @@ def main(o: Options) -> None:
 
     plans = [planned(o)]
     if o.search:
-        best_of_mesh: dict[str, Options] = {}
+        best_of_axes: dict[frozenset[str], Options] = {}  # by the axes beside replica and fsdp
         for other in candidates(o, config, chip, devices):
-            best_of_mesh.setdefault(other.mesh, other)
-        best = [other for other in list(best_of_mesh.values())[:3] if other != o]
+            best_of_axes.setdefault(frozenset(re.findall("tensor|expert|context|stage", other.mesh)), other)
+        best = [other for other in list(best_of_axes.values())[:3] if other != o]
         plans += [planned(other, f" ({n} of {len(best)} that are searched)") for n, other in enumerate(best, 1)]
         rank(plans)
-    best = max((p for p in plans if p.compiled), key=lambda p: p.tokens_per_second, default=plans[0])
+    best = max((p for p in plans if p.compiled), key=lambda p: p.estimated_speed, default=plans[0])
     report(best, config)
 
 

@@ -2,17 +2,21 @@
 
 import functools
 
+import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from kernels import dispatch
 from kernels.attention.entry import cast, check, complete, over_cache
-from kernels.masks import Causal, Chunk, Mask, Window
+from kernels.masks import Causal, Chunk, Full, Mask, Window
 from kernels.mesh import split_attention
 from kernels.stacked import Stacked, read
 from kernels.tokens import Tokens
 
 
 FEW = 16  # most queries of a row for which `attention` over a cache calls `decode_attention`
+QKV = "attention_qkv"  # the name of queries, keys and values, for policies of jax.checkpoint
+ALL_PAIRS = "all_pairs"  # the scope, in a compiled program, of attention in which every query sees every key
 
 
 def attention(
@@ -66,13 +70,18 @@ def attention(
         kv = at if kv is None else kv
         return over_cache(q, k, v, at, kv, scale=scale, mask=mask, softcap=softcap, sinks=sinks, implementation=None)
     check(q, k, v)
-    k = read(k)
-    v = k[..., :v] if isinstance(v, int) else read(v)
-    q_tokens, kv_tokens = cast(at, q.shape[1], mask), cast(at if kv is None else kv, k.shape[1], mask)
+    q = checkpoint_name(q, QKV)
+    keys: Array = checkpoint_name(read(k), QKV)
+    values: Array = keys[..., :v] if isinstance(v, int) else checkpoint_name(read(v), QKV)
+    q_tokens, kv_tokens = cast(at, q.shape[1], mask), cast(at if kv is None else kv, keys.shape[1], mask)
+    scope = jax.named_scope(ALL_PAIRS if isinstance(mask, Full) else "some_pairs")
     mask = complete(mask, q_tokens, kv_tokens)
-    first = "reference" if max(q.shape[1], k.shape[1]) <= 128 else None
+    first = "reference" if max(q.shape[1], keys.shape[1]) <= 128 else None
     attend = functools.partial(
         dispatch.run, "attention", implementation, first=first, scale=scale, mask=mask, softcap=softcap
     )
     grows = Causal in mask and Window not in mask and Chunk not in mask
-    return split_attention(attend, q, k, v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens, grows=grows)
+    with scope:
+        return split_attention(
+            attend, q, keys, values, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens, grows=grows
+        )

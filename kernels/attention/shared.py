@@ -27,7 +27,7 @@ from kernels.tokens import Tokens
 
 # The name, for policies of jax.checkpoint, of all that the backward kernels need besides q, k and v. If a policy saves
 # it, the forward kernel runs once.
-SAVED = "attention"
+SAVED = "attention_out"
 
 
 class Formula(NamedTuple):

@@ -28,7 +28,8 @@ from jaxtyping import Array, Bool, Float
 
 
 CHUNK = 64  # tokens
-SAVED = "delta_rule"  # the name, for policies of jax.checkpoint, of the outputs and the states before the chunks
+# The names, for policies of jax.checkpoint, of the outputs, and of the states before the chunks.
+OUT, STATES = "delta_out", "delta_states"
 BLOCK = 16  # tokens: between two such blocks a channel's decay is split into two factors, neither above 1
 
 
@@ -146,8 +147,8 @@ def _forward(
     scan: Scan, formula: Formula, given: Given, restart: Array, state: Array
 ) -> tuple[tuple[Array, Array], tuple[Given, Array, Array]]:
     out, state, states = scan.forward(formula, _prepare(formula, given, restart), state, keep=True)
-    named = functools.partial(checkpoint_name, name=SAVED)
-    return (named(_joined(out, given[2])), state), (given, restart, named(states))
+    out = checkpoint_name(_joined(out, given[2]), OUT)
+    return (out, state), (given, restart, checkpoint_name(states, STATES))
 
 
 def _backward(

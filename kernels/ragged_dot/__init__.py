@@ -11,8 +11,10 @@ from jaxtyping import Array, Float, Int, Int8
 from kernels import dispatch
 from kernels.coded import Coded
 from kernels.quantized_matmul import quantize
-from kernels.quantized_matmul.shared import SAVED
 from kernels.stacked import Stacked
+
+
+SAVED = "experts"  # the name of the results, for policies of jax.checkpoint
 
 
 def ragged_dot(

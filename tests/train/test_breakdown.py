@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kernels.attention import ALL_PAIRS
 from kernels.delta_rule.shared import fused_products
 from train.base.chips import CHIPS
 from train.planning import breakdown
@@ -170,17 +171,31 @@ def test_every_kind_of_kernel():
     assert [tuple(kernel) for kernel in found] == [tuple(kernel) for kernel in known]
 
 
-def test_windows_of_padding_are_not_counted():
+@pytest.mark.parametrize(
+    ("tokens", "heads", "window", "labels"),
+    [
+        ("8,1", "64", "size=64 pad=63_63 rhs_reversal=1", "b0f_i0o->b0f"),
+        ("2,4,1", "1,64", "size=1x64 pad=0_0x63_63 rhs_reversal=0x1", "b01f_i01o->b01f"),
+    ],
+)
+def test_windows_of_padding_are_not_counted(tokens, heads, window, labels):
     """A TPU's product for 8 tokens and 64 heads is a window, and only one of a result's terms is no padding."""
-    text = """HloModule jit_step
-ENTRY %main (a: f32[8]) -> f32[8] {
-  %a = bf16[8,1,256]{2,1,0} parameter(0)
-  %b = bf16[256,64,128]{2,1,0} parameter(1)
-  ROOT %c = bf16[8,64,128]{2,1,0} convolution(%a, %b), window={size=64 pad=63_63 rhs_reversal=1}, dim_labels=b0f_i0o->b0f
-}
+    text = f"""HloModule jit_step
+ENTRY %main (a: f32[8]) -> f32[8] {{
+  %a = bf16[{tokens},256]{{2,1,0}} parameter(0)
+  %b = bf16[256,{heads},128]{{2,1,0}} parameter(1)
+  ROOT %c = bf16[{tokens[:-1]}64,128]{{2,1,0}} convolution(%a, %b), window={{{window}}}, dim_labels={labels}
+}}
 """
     (found,) = kernels(text)
     assert found.flops == 2 * 8 * 64 * 128 * 256
+
+
+def test_an_encoder_computes_all_pairs():
+    """A kernel in the scope of full attention computes all pairs, where another one computes half of them."""
+    forward = lambda text: next(k.flops for k in kernels(text, seen=0.5) if k.kind == breakdown.FORWARD)
+    whole = TEXT.replace("jit(step)/attention_forward/", f"jit(step)/{ALL_PAIRS}/attention_forward/")
+    assert forward(whole) == 2 * forward(TEXT)
 
 
 def test_rows_without_tokens_are_not_counted():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import zoo
-from train.base.flops import flops_per_token, products_per_token
+from train.base.flops import flops_per_token, products_of_image, products_per_token
 from train.planning.ahead import seen_pairs
 from train.state import state
 from zoo.registry import family_of
@@ -149,3 +149,22 @@ def test_flops_of_a_frozen_embedding_that_is_the_head():
     assert flops_per_token(config, 100, trained=trained) / 2 == 3 * sum(p) - p.head
     trained, _ = state.split_frozen(model, ["layers.*", "norm.*"])
     assert flops_per_token(config, 100, trained=trained) / 2 == 3 * sum(p) - p.layers
+
+
+def test_flops_of_towers():
+    """An image counts its patches through the layers, all pairs of them, and its features through what maps them."""
+    patches, wide, hidden = 4096, 1152, 2560  # SigLIP's for 896 x 896 pixels, whose patches become 256 tokens
+    layers = patches * (3 * 14 * 14 * wide + 27 * (4 * wide**2 + 2 * wide * 4304)) + 256 * wide * hidden
+    pairs = 27 * 2 * patches**2 * wide
+    gemma = zoo.config("gemma3-4b")
+    assert products_of_image(gemma, 0) == (layers, 0, pairs)
+    for frozen, times in (False, 6), (True, 2):
+        more = flops_per_token(gemma, 4096, frozen=frozen, images=4) - flops_per_token(gemma, 4096, frozen=frozen)
+        assert more == pytest.approx(times * 4 * (layers + pairs) / 4096)
+    tower, patches = zoo.config("qwen3-vl-4b").vision.tower, 1024
+    wide, deep = tower.hidden_size, len(tower.deepstack_visual_indexes)
+    layers = patches * (tower.pixels * wide + tower.depth * (4 * wide**2 + 2 * wide * tower.intermediate_size))
+    mergers = (1 + deep) * patches // 4 * ((4 * wide) ** 2 + 4 * wide * tower.out_hidden_size)
+    pairs = tower.depth * 2 * patches**2 * wide
+    found = products_of_image(zoo.config("qwen3-vl-4b"), patches)
+    assert found == pytest.approx((layers + mergers, 0, pairs), rel=1e-4)  # coordinates take some more

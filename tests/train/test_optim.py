@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from train.planning.breakdown import kernels
 from train.state.optim import (
     OPTIMIZERS,
     OptimizerOptions,
@@ -254,6 +255,20 @@ def test_muon_gathers_a_layer_at_a_time(mesh, spec):
     memory = compiled(16, lambda key: Linear(128, 128, key=key), mesh, *spec).memory_analysis()
     matrix = 4 * 128 * 128
     assert memory.temp_size_in_bytes < 6 * matrix + 4 * 16 * matrix / 8, memory
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layers", "share"),
+    [("fsdp=4,tensor=2", 16, 1 / 8), ("fsdp=4,expert=2", 16, 1 / 8), ("fsdp=4,expert=2", 12, 5 / 12)],
+)
+def test_muons_products_are_split_over_devices(mesh, layers, share):
+    """A device computes its share of the products: three in each of five turns, for each layer's matrix.
+
+    If the devices do not divide the layers, they split only the sums within a product, which is no use for the others.
+    """
+    spec = None, "tensor", ("fsdp", "expert")
+    found = kernels(compiled(layers, lambda key: Linear(128, 128, key=key), mesh, *spec).as_text())
+    assert sum(k.flops * k.times for k in found) == pytest.approx(share * layers * 5 * 3 * 2 * 128**3)
 
 
 def test_sgd(tree):

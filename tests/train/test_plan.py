@@ -625,12 +625,14 @@ def test_cards_without_a_network():
 
 def test_candidates(config, made):
     found = script.candidates(TINY, config, CHIPS["v6e"], jax.devices())
-    assert {o.batch for o in found} == {4, 8, 16} and {o.remat for o in found} == set(planner.REMATS)
+    assert {o.batch for o in found} == {4, 8, 16, 32} and {o.remat for o in found} == set(planner.REMATS)
+    assert {o.microbatches for o in found} == {1, 2, 4} and found[0].microbatches == 1
     assert {o.mesh for o in found} >= {
         "fsdp=-1",
         "replica=8,fsdp=-1",
         "replica=2,tensor=2,fsdp=-1",
         "context=2,fsdp=-1",
+        "replica=2,context=2,fsdp=-1",
         "stage=4,fsdp=-1",
     }
     assert not any("expert" in o.mesh or "tensor=4" in o.mesh for o in found)  # the model has no experts, and six heads
@@ -639,7 +641,37 @@ def test_candidates(config, made):
     tight = script.candidates(TINY.changed(seq=1), config, small(1.8 * state), jax.devices())
     assert {o.mesh for o in tight} == {"fsdp=-1", "tensor=2,fsdp=-1", "stage=2,fsdp=-1", "stage=4,fsdp=-1"}
     decoded = script.candidates(TINY.changed(decode=True), config, CHIPS["v6e"], jax.devices())
-    assert decoded and not any("stage" in o.mesh for o in decoded)
+    assert decoded and not any("stage" in o.mesh or o.microbatches > 1 for o in decoded)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A GPU that is not there."""
+
+    id: int
+    process_index: int
+    platform: str = "gpu"
+    device_kind: str = "H100"
+
+
+def test_candidates_on_nodes():
+    """Between nodes the network is slow: weights are gathered within a node, and experts are in fewer devices."""
+    config, sizes = (
+        zoo.config("qwen3-30b-a3b"),
+        ("fsdp=64", "replica=8,fsdp=8", "replica=8,expert=8", "fsdp=8,expert=8"),
+    )
+    devices = [Device(n, n // 8) for n in range(64)]
+    o = Options.of(model="qwen3-30b-a3b", topology="h100:64", batch=256, seq=4096)
+    model = skeleton(planner.family_of(config), config)
+
+    def seconds(text, **changes):
+        held = {"parameters": 5_000_000_000}
+        return planner._seconds(o.changed(**changes), held, model, CHIPS["h100"], make_mesh(text, devices))
+
+    far, near, *of_experts = map(seconds, sizes)
+    assert near < far and near < min(of_experts)
+    assert of_experts[0] < of_experts[1]  # whose dense weights are gathered between nodes
+    assert seconds(sizes[1], microbatches=4) > near and seconds(sizes[1], batch=1024) < 4 * near
 
 
 def test_stages_wait_for_each_other(config, monkeypatch):
@@ -670,7 +702,7 @@ def test_the_command(made, monkeypatch, capsys):
         "bounds",
     ):
         assert words in out, words
-    assert len(re.findall(r"│ +(4|8|16) +│", out)) == 4  # the given one, and the best of three meshes
+    assert len(re.findall(r"│ +(4|8|16|32), 1 +│", out)) == 4  # the given one, and the best of three meshes
 
 
 def test_the_report_of_what_does_not_fit(config, monkeypatch, capsys):
@@ -726,7 +758,7 @@ def test_offload_trains_alike(config):
     model = noise(lambda: family.Model(config, key=jax.random.key(0)), 0.02)
     tokens = jnp.asarray(np.arange(64).reshape(2, 32) % config.vocab_size)
     loss = lambda model, remat: jnp.mean(with_remat(model, remat).hidden(tokens)[0] ** 2)
-    full, offload = (jax.jit(jax.grad(loss), static_argnums=1)(model, ahead.REMAT[r]) for r in ("full", "offload"))
+    full, offload = (jax.jit(jax.grad(loss), static_argnums=1)(model, ahead.remat_of(r)) for r in ("full", "offload"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), full, offload)
 
 
@@ -760,7 +792,11 @@ def test_remat_auto(config, monkeypatch, capsys):
     capsys.readouterr()
     assert chosen(1.0)[1] == 16 and "nothing is estimated to fit" in " ".join(capsys.readouterr().out.split())
     ways = fit.candidates(o, StateOptions(), Trained("tiny", config, model, lambda: None), mesh, held)
-    assert {way.microbatches for way in ways} == {1, 2, 4, 8, 16} and {way.remat for way in ways} == set(fit.REMATS[1:])
+    assert {way.microbatches for way in ways} == {1, 2, 4, 8, 16} and {way.remat for way in ways} == {
+        *fit.REMATS[1:],
+        "attention_out=keep,mlp_gate=keep,mlp_up=keep",
+        "attention_out=keep,mlp_gate=keep,mlp_up=keep,attention_qkv=keep",
+    }
     sizes = {way[:2]: way.needed for way in ways}
     assert sizes["dots", 1] > sizes["attention", 1] > sizes["full", 1] > sizes["offload", 1] > held
     adapters = Trained("tiny", config, [], lambda: None, frozen=model, adapters=True)  # without size

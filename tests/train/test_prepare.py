@@ -1,5 +1,6 @@
 """Prepared stores: the same bytes, whoever makes them and after whatever interruption; runs read and refuse them."""
 
+import dataclasses
 import json
 import os
 import random
@@ -286,6 +287,10 @@ def test_phases(data, tmp_path, small, monkeypatch):
         ("- {steps: 1, data: [1]}", r"phase 1 has data: \[1\], which must be a list of names"),
         ("- {steps: 1, data: []}", r"phase 1 has data: \[\], which must be a list of names"),
         ("- {steps: 1, weights: [a]}", r"phase 1 has weights: \['a'\], which must be a list of numbers"),
+        ("- {steps: 9, batch: [2, 0]}", r"phase 1 has batch: \[2, 0\], which must be a number above 0, or a list"),
+        ("- {steps: 9, batch: []}", r"phase 1 has batch: \[\], which must be a number above 0, or a list"),
+        ("- {steps: 9, batch: [2, 8]}", "phase 1 has 8 rows of 32 tokens, and --batch 4"),
+        ("- {steps: 1, batch: [2, 4]}", "phase 1 has 1 steps, which are too few for 2 batches"),
         ("- {steps: 1, weights: [[1]]}", r"phase 1 has weights: \[\[1\]\], which must be a list of numbers"),
     ],
 )
@@ -293,6 +298,14 @@ def test_phases_that_are_wrong(tmp_path, monkeypatch, data, phases, problem):
     (tmp_path / "phases.yaml").write_text(phases)
     with pytest.raises(ValueError, match=problem):
         given(pretrain, pretrain.PretrainOptions, monkeypatch, (str(data),), tmp_path, phases=tmp_path / "phases.yaml")
+
+
+def test_a_ramp_is_a_phase_for_each_batch(tmp_path):
+    (tmp_path / "phases.yaml").write_text("- {steps: 10, batch: [2, 4, 8]}\n- {steps: 5, seq_len: 16}\n")
+    whole = sets.Phase(0, ("a",), (), 32, 8)
+    known = [(3, 2, 32), (3, 4, 32), (4, 8, 32), (5, 8, 16)]
+    found = sets.read_phases(tmp_path / "phases.yaml", whole)
+    assert found == [dataclasses.replace(whole, steps=n, batch=b, seq_len=seq) for n, b, seq in known]
 
 
 def test_only_the_rows_that_a_run_comes_to_are_made(data, tmp_path, monkeypatch):

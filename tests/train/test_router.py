@@ -23,7 +23,7 @@ from zoo.surgery import shardings
 SGD = optax.sgd(1.0)
 SCHEDULE = make_schedule("cosine", peak=0.01, steps=10, warmup=2, decay=0)
 OPTIONS = dict(schedule=SCHEDULE, compute_dtype=jnp.float32, objective=cross_entropy)
-ROUTER = dict(router_balance=0.5, router_z=0.1)
+ROUTER = dict(router_balance=0.5, router_sequence=0.3, router_z=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,8 @@ def test_the_loss_of_the_routers(model, batch, routed):
         balance = jnp.mean(routing.load.shape[1] * jnp.sum(mean * share, axis=1))
         switch = model.config.num_experts_per_tok * balance  # transformers' scale, and its configurations'
         z = jnp.mean(routing.squared_log_z / routing.tokens)
-        return jnp.sum(losses * weights) / jnp.sum(weights) + 0.5 * switch + 0.1 * z, balance
+        rows = jnp.mean(routing.imbalance_of_rows / routing.tokens)
+        return jnp.sum(losses * weights) / jnp.sum(weights) + 0.5 * switch + 0.3 * rows + 0.1 * z, balance
 
     gradients, balance = jax.jit(jax.grad(loss, has_aux=True))(model)
     state, metrics = routed(init_state(model, SGD), batch)

@@ -152,7 +152,7 @@ def test_kernels_serve_split_experts(load, name, text, implementation):
 @jax.jit
 def losses(*given):
     routing = moe.Routing.of(*given)
-    return routing.balance_loss(), routing.z_loss()
+    return routing.balance_loss(), routing.sequence_loss(), routing.z_loss()
 
 
 @pytest.mark.parametrize("segments", [None, np.arange(30) % 3])
@@ -163,13 +163,19 @@ def test_losses_are_their_formulas(segments):
     chosen = np.argsort(-logits, axis=1)[:, :2]
     rows = lambda a: jnp.asarray(a.reshape(3, 10, *a.shape[1:]))
     given = [rows(a) for a in (logits, probability, chosen)]
-    balance_loss, z_loss = losses(*given, None if segments is None else rows(segments))
+    balance_loss, sequence_loss, z_loss = losses(*given, None if segments is None else rows(segments))
     kept = slice(None) if segments is None else segments > 0
     share = [np.mean(chosen[kept] == expert) for expert in range(5)]
     balance = 2 * 5 * sum(f * p for f, p in zip(share, probability[kept].mean(axis=0), strict=True))
     z = np.mean(np.log(np.exp(logits[kept]).sum(axis=1)) ** 2)
     assert balance_loss == pytest.approx(balance, rel=1e-5) and balance > 2.2
     assert z_loss == pytest.approx(z, rel=1e-5)
+    each = []
+    for row in np.arange(30).reshape(3, 10):
+        own = row if segments is None else row[segments[row] > 0]
+        share = [np.mean(chosen[own] == expert) for expert in range(5)]
+        each += [5 * sum(f * p for f, p in zip(share, probability[own].mean(axis=0), strict=True))] * len(own)
+    assert sequence_loss == pytest.approx(np.mean(each), rel=1e-5) and sequence_loss != balance_loss / 2
 
 
 def test_even_routing_costs_its_choices():
@@ -179,7 +185,7 @@ def test_even_routing_costs_its_choices():
 
 def test_no_token_at_all_costs_nothing():
     given = np.ones((1, 4, 3)), np.full((1, 4, 3), 1 / 3), np.zeros((1, 4, 2), int), np.zeros((1, 4), int)
-    assert losses(*map(jnp.asarray, given)) == (0, 0)
+    assert losses(*map(jnp.asarray, given)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("name, layers", [("mixtral-window-new", [3]), ("qwen3_moe", [3]), ("gpt_oss-new", [1, 2, 2])])

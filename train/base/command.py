@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import jax
 
 from convert.private import public, warn_of_secrets
-from train.base import cache, cluster, runfile, stop
+from kernels.backends.program_cache import keep_programs
+from train.base import cluster, runfile, stop
 from train.base.options import Group, OptionGroup, option
 
 
@@ -43,15 +44,14 @@ def command(main: Callable[[Any], None], options: type[CommandOptions]) -> None:
 
     An error that the user can mend is printed as one sentence, without a traceback, and ends the process.
 
-    Programs that XLA compiles are cached for the next run, in JAX_COMPILATION_CACHE_DIR or the user's cache folder.
+    Programs that XLA compiles are kept for the next run (`keep_programs`).
     """
     warn_of_secrets(sys.argv)
     try:
         o = runfile.parse(options)
     except (ValueError, OSError) as error:
         raise SystemExit(public(f"{type(error).__name__}: {error}")) from error
-    if not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", str(cache.folder("jax")))
+    keep_programs()
     try:
         with stop.handled(stop.leave):
             cluster.initialize()

@@ -5,18 +5,23 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+from jaxtyping import Array
 
+import kernels
 from train.base.chips import chip_of
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding
-from zoo.nn.model import AbstractConfig, AbstractMixtureConfig
+from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, AbstractModel, Images, require_vision
 from zoo.nn.stack import Stack
 from zoo.registry import family_of
 from zoo.surgery import modules, path_name
+from zoo.vision.model import AbstractVisionConfig
 from zoo.weights.checkpoint import skeleton
 
 
 class Products(NamedTuple):
-    """Multiply-adds of one token's forward pass, by part of the model."""
+    """Multiply-adds of the forward pass of one token, or of one image through the tower, by part of the model."""
 
     layers: float  # with the layers' weights; in a mixture of experts only with the experts that a token is routed to
     head: float  # with the output head's weights
@@ -59,8 +64,53 @@ def products_per_token(config: AbstractConfig, seq: int) -> Products:
     )
 
 
+@functools.lru_cache
+def products_of_image(config: AbstractConfig, patches: int) -> Products:
+    """Counts the multiply-adds of the vision tower for an image of so many patches, or as many as the tower fixes.
+
+    It counts the products of a traced forward pass with the image and without it. All pairs of patches count, also in
+    towers some of whose layers see windows of them.
+    """
+    assert isinstance(config, AbstractVisionConfig) and config.vision is not None, "the model has its tower"
+    patches = config.vision.tower.patches or patches
+    model = require_vision(skeleton(family_of(config), config, ("vision",)))
+    pixels = jax.ShapeDtypeStruct((1, patches, config.vision.tower.pixels), jnp.float32)
+
+    def hidden(model: AbstractModel, pixels: Array | None) -> Array:
+        token = jnp.zeros((1, 1), int)
+        images = None if pixels is None else Images(pixels, jnp.ones((1, 2), int), token, token)
+        return model.hidden(token, images=images)[0]
+
+    with kernels.prefer("reference"):  # whose attention is two products
+        seeing, blind = (_products_in(jax.make_jaxpr(hidden)(model, each).jaxpr) for each in (pixels, None))
+    return Products(seeing[0] - blind[0], 0.0, seeing[1] - blind[1])
+
+
+def _products_in(jaxpr: Any) -> tuple[float, float]:
+    """Counts the multiply-adds of a traced function: of products without batch axes, and of those with some."""
+    plain = batched = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+            terms = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            products = math.prod(equation.outvars[0].aval.shape) * terms
+            plain, batched = (plain, batched + products) if batch else (plain + products, batched)
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in jaxprs_in_params(equation.params):
+            more_plain, more_batched = _products_in(inner)
+            plain, batched = plain + times * more_plain, batched + times * more_batched
+    return plain, batched
+
+
 def flops_per_token(
-    config: AbstractConfig, seq: int, *, frozen: bool = False, trained: Any = None, headed: bool = False
+    config: AbstractConfig,
+    seq: int,
+    *,
+    frozen: bool = False,
+    trained: Any = None,
+    headed: bool = False,
+    images: int = 0,
+    patches: int = 0,
 ) -> float:
     """Counts the floating point operations of training on one token, in sequences of `seq`, as MFU does.
 
@@ -75,11 +125,15 @@ def flops_per_token(
             frozen weight counts 4; or 2 if nothing before it is trained, so that no gradient passes through it. All
             layers are treated as one in this.
         headed: a head of few weights stands in the place of the output head, and does not count.
+        images: number of images in a sequence, all of whose tokens share the vision tower's operations. The tower is
+            trained, or with `frozen` has neither adapters nor gradients. It is not counted with `trained`.
+        patches: number of patches of each image, for towers that do not fix it.
     """
     p = products_per_token(config, seq)
     p = p._replace(head=0.0) if headed else p
     if trained is None:
-        return (4.0 if frozen else 6.0) * (p.layers + p.head) + 6.0 * p.attention
+        tower = images * sum(products_of_image(config, patches)) / seq if images else 0.0
+        return (4.0 if frozen else 6.0) * (p.layers + p.head) + 6.0 * p.attention + (2.0 if frozen else 6.0) * tower
     weights, paths = weights_of(config), {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained)}
     own = sum(products for path, products in weights.layers.items() if path in paths) + p.head * (weights.head in paths)
     through_head = paths != {weights.head} or weights.head.split(".")[0] in weights.below

@@ -6,6 +6,7 @@ opened.data, opened.validation, opened.prompts, opened.source
 
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ class DataOptions(OptionGroup):
     validation files."""
     phases: pathlib.Path | None = None
     """YAML file with a list of phases of the run, one after another. Each phase has steps, and may have data, weights,
-    seq_len and batch, which default to the options. See docs/data.md."""
+    seq_len and batch, which default to the options; a list of batches is a ramp. See docs/data.md."""
     naming: Flat[ColumnOptions] = ColumnOptions()
 
 
@@ -333,32 +334,42 @@ def read_phases(path: pathlib.Path, whole: Phase) -> list[Phase]:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(found, list) or not found:
         raise ValueError(f"{path} must have a list of phases, each with steps.")
-    return [_phase(f"{path}, phase {number}", entry, whole) for number, entry in enumerate(found, 1)]
+    parts = (_parts(f"{path}, phase {number}", entry, whole) for number, entry in enumerate(found, 1))
+    return list(itertools.chain(*parts))
 
 
-def _phase(where: str, entry: Any, whole: Phase) -> Phase:
-    kinds = dict(steps=int, data=list, weights=list, seq_len=int, batch=int)
+def _parts(where: str, entry: Any, whole: Phase) -> list[Phase]:
+    """Returns the phase that an entry describes; or several, with equal shares of the steps, if it lists batches."""
+    kinds = dict(steps=int, data=list, weights=list, seq_len=int, batch=int | list)
     if not isinstance(entry, dict) or "steps" not in entry:
         raise ValueError(f"{where} must have steps.")
     for key, value in entry.items():
         if key not in kinds:
             raise ValueError(f"{where} has {key}, and may have {', '.join(kinds)}.")
         value = [value] if key == "data" and isinstance(value, str) else value
-        of = dict(data=str, weights=int | float).get(key)  # type of the elements of a list
+        of = dict(data=str, weights=int | float, batch=int).get(key)  # type of the elements of a list
         elements = value if of and isinstance(value, list) else [value]
         right = isinstance(value, kinds[key]) and all(isinstance(e, of or int) and e is not True for e in elements)
-        if not right or (key == "data" and not value) or (isinstance(value, int) and value < 1):
-            what = {"data": "a list of names", "weights": "a list of numbers"}.get(key, "a number above 0")
+        small = key != "weights" and any(isinstance(e, int) and e < 1 for e in elements)
+        if not right or (key in ("data", "batch") and not elements) or small:
+            kind = {"data": "a list of names", "weights": "a list of numbers", "batch": "a number above 0, or a list"}
+            what = kind.get(key, "a number above 0")
             raise ValueError(f"{where} has {key}: {value}, which must be {what}.")
         entry = entry | {key: tuple(value) if isinstance(value, list) else value}
     weights = tuple(map(float, entry.get("weights", () if "data" in entry else whole.weights)))
-    phase = dataclasses.replace(whole, **entry | {"weights": weights})
+    batch = entry.get("batch", whole.batch)
+    batches = batch if isinstance(batch, tuple) else (batch,)
+    phase = dataclasses.replace(whole, **entry | {"weights": weights, "batch": max(batches)})
     if phase.seq_len > whole.seq_len or phase.batch * phase.seq_len > whole.batch * whole.seq_len:
         raise ValueError(
             f"{where} has {phase.batch} rows of {phase.seq_len} tokens, and --batch {whole.batch} --seq-len "
             f"{whole.seq_len} must be at least the largest of all phases."
         )
-    return phase
+    if phase.steps < len(batches):
+        raise ValueError(f"{where} has {phase.steps} steps, which are too few for {len(batches)} batches.")
+    ends = [phase.steps * n // len(batches) for n in range(len(batches) + 1)]
+    lengths = (end - start for start, end in itertools.pairwise(ends))
+    return [dataclasses.replace(phase, batch=b, steps=n) for b, n in zip(batches, lengths, strict=True)]
 
 
 def _mixture(phases: Sequence[Phase], sets: Sequence[Any], *, is_whole: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from train.planning.hlo import Collective, activations, collectives
 from train.state.mesh import abstract_model, keeps_order, token_sharding
 from train.state.offload import is_on_host
 from train.state.optim import OptimizerOptions, make_optimizer
-from train.state.remat import REMAT
+from train.state.remat import remat_of
 from train.state.state import Lora, StateOptions, abstract_state, moment_sharding
 from train.step.language import cross_entropy
 from train.step.step import Objective, Recipe, jit_train_step
@@ -130,7 +130,7 @@ def training(
     with jax.set_mesh(mesh):
         recipe = Recipe(
             optimizer=transform, schedule=schedule, compute_dtype=jnp.bfloat16, objective=objective,
-            remat=REMAT[remat], microbatches=microbatches,
+            remat=remat_of(remat), microbatches=microbatches,
         )  # fmt: skip
         step = jit_train_step(state, recipe)
     kinds = {"parameters": lora.combine(state.model, rest), "optimizer": state.opt_state, "batch": data}

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kernels.attention import ALL_PAIRS
 from kernels.delta_rule.shared import fused_products, scan_flops
 from train.base.chips import Chip
 from train.planning import hlo
@@ -100,7 +101,8 @@ def kernels(text: str, seen: float = 1.0, filled: float = 1.0) -> list[Kernel]:
     touch do not count, nor do bytes that stay in a TPU's fast memory.
 
     Args:
-        seen: the share of all pairs of a row's tokens that attention's kernels compute, such as a half.
+        seen: the share of all pairs of a row's tokens that attention's kernels compute, such as a half. Kernels of
+            encoders, whose mask is `kernels.Full`, compute all.
         filled: the share of rows with tokens in the buffers of products by expert; only these rows are computed.
     """
     computations = dict(hlo.parse(text))
@@ -320,6 +322,7 @@ def _custom(i: Instruction, home: Computation, seen: float, turns: int) -> Kerne
     if target == "__cublas":
         contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.line)[0]
         return Kernel(PRODUCTS, _product(i.result, texts[0], re.findall(r"\d+", contracted)), moved, 1)
+    seen = 1.0 if ALL_PAIRS in i.line else seen
     arrays = [_shape(text) for text in texts if re.match(r"(b?f\d|s8)", text)]
     stated = re.search(r'"cost_estimate":\{[^}]*"flops":"(\d+)"', i.line)  # on TPUs
     if target == "__cudnn$fmha":

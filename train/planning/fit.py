@@ -3,25 +3,39 @@
 import functools
 import itertools
 import math
-from typing import NamedTuple
+from collections import Counter
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 
+from kernels.attention import QKV
+from kernels.attention.shared import SAVED as OUT
+from kernels.delta_rule import shared as delta_rule
 from kernels.delta_rule.shared import CHUNK
 from kernels.mesh import BATCH, CONTEXT, STAGE, TENSOR
-from train.base.flops import products_per_token
-from train.state.remat import StepOptions
+from kernels.ragged_dot import SAVED as EXPERTS
+from train.base.flops import Products, products_per_token
+from train.state.remat import StepOptions, kept_names
 from train.state.state import StateOptions, Trained
 from zoo.nn.cache import init_cache
+from zoo.nn.layers import MLP_GATE, MLP_UP
 from zoo.nn.model import AbstractConfig
 from zoo.nn.recurrent import RecurrentCache
+from zoo.nn.routing import LOGITS
 from zoo.registry import family_of
+from zoo.surgery import cast
 from zoo.weights.checkpoint import skeleton
 
 
 REMATS = ("none", "dots", "attention", "full", "offload")  # from most memory to least
+# Names to keep, between "dots" and "attention": the results of the widest matrices; and of all but the narrowest.
+WIDE = (OUT, delta_rule.OUT, delta_rule.STATES, MLP_GATE, MLP_UP)
+BY_NAME = (WIDE, (*WIDE, QKV, EXPERTS))
+TRACED = 256  # tokens of a traced forward pass: enough for the kernels of long rows
 MARGIN = 0.92  # share of the memory that a step may be estimated to need
 HOST = 14_000.0  # FLOPs of an H200 in the time in which a byte crosses PCIe
 # The cost of a microbatch for each parameter, in FLOPs of the same time: the parameter's gradient is read and added to
@@ -57,7 +71,38 @@ def saved_bytes(config: AbstractConfig, mesh: Mesh, *, rows: float | int, seq: i
         "attention": inputs + outputs,
         "full": inputs,
     }
-    return by_remat.get(remat, 0.0)
+    if remat in (*by_remat, "offload"):
+        return by_remat.get(remat, 0.0)
+    named = bytes_by_name(config)
+    kept = sum(named.get(name, 0.0) for name in kept_names(remat, "keep"))
+    return inputs + tokens * kept / mesh.shape[TENSOR]
+
+
+@functools.lru_cache
+def bytes_by_name(config: AbstractConfig) -> dict[str, float]:
+    """Counts the bytes that all layers have of a token under each name for --remat, in bfloat16.
+
+    It traces a forward pass of `TRACED` tokens, or as many as there are positions, before a backward pass.
+    """
+    tokens = min(TRACED, config.max_position_embeddings)
+    model = eqx.filter_eval_shape(lambda model: cast(model, jnp.bfloat16), skeleton(family_of(config), config))
+    trained, rest = eqx.partition(model, lambda array: jnp.issubdtype(array.dtype, jnp.inexact))
+    forward = lambda trained, rest, ids: jax.vjp(lambda m: eqx.combine(m, rest).hidden(ids)[0], trained)[0]
+    traced = jax.make_jaxpr(forward)(trained, rest, jax.ShapeDtypeStruct((1, tokens), jnp.int32))
+    return {name: size / tokens for name, size in _named_in(traced.jaxpr).items()}
+
+
+def _named_in(jaxpr: Any) -> Counter[str]:
+    """Sums the bytes of a traced function's named arrays, by name."""
+    found: Counter[str] = Counter()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            array = equation.outvars[0].aval
+            found[equation.params["name"]] += math.prod(array.shape) * array.dtype.itemsize
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in jaxprs_in_params(equation.params):
+            found.update({name: times * size for name, size in _named_in(inner).items()})
+    return found
 
 
 @functools.lru_cache
@@ -71,8 +116,20 @@ def state_numbers(config: AbstractConfig) -> int:
 
 
 def recomputed(config: AbstractConfig, seq: int, remat: str) -> float:
-    """Counts the multiply-adds of a token that the backward pass computes again."""
+    """Counts the multiply-adds of a token that the backward pass computes again.
+
+    An array that is kept by its name saves a product with the features of a layer; attention's output saves attention.
+    """
     p = products_per_token(config, seq)
+    if remat in REMATS:
+        return recomputed_of(p, remat)
+    kept, named = kept_names(remat, "keep") + kept_names(remat, "offload"), bytes_by_name(config)
+    results = sum(named.get(name, 0.0) / 2 for name in kept if name in (QKV, MLP_GATE, MLP_UP, LOGITS, EXPERTS))
+    return max(0.0, p.layers - results * config.hidden_size) + p.attention * (OUT not in kept)
+
+
+def recomputed_of(p: Products, remat: str) -> float:
+    """Counts those of the multiply-adds `p` that the backward pass computes again, with one of `REMATS`."""
     return {"none": 0.0, "dots": 0.0, "attention": p.layers}.get(remat, p.layers + p.attention)
 
 
@@ -81,7 +138,8 @@ def candidates(
 ) -> list[Candidate]:
     """Lists every remat with every number of microbatches that the mesh allows, the least work first.
 
-    Remat "none" is left out: in compiled steps "dots" is as fast, and takes less memory.
+    Remat "none" is left out: in compiled steps "dots" is as fast, and takes less memory. Of lists of names there are
+    those of `BY_NAME`; to compute a product again is faster than to fetch its result from the host's memory.
 
     Args:
         step: gives the rows and the least number of microbatches.
@@ -96,7 +154,9 @@ def candidates(
     leaves = jax.tree.leaves(trained.abstract)
     parameters = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in leaves)
     head = config.vocab_size * config.hidden_size / shape[TENSOR]
-    for remat, parts in itertools.product(REMATS[1:], range(step.microbatches, rows // shares + 1)):
+    has = lambda names: [name for name in names if name in bytes_by_name(config)]
+    by_name = [",".join(f"{name}=keep" for name in has(names)) for names in BY_NAME]
+    for remat, parts in itertools.product((*REMATS[1:], *by_name), range(step.microbatches, rows // shares + 1)):
         if rows % parts or rows // parts % shares:
             continue
         tokens = rows // parts * seq / shares / shape[CONTEXT]

@@ -1,23 +1,26 @@
 """Plans of runs: computing from `Options` a `Plan` of memory and time, and searching for faster options."""
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
+import numpy as np
 import tyro
 from jax.sharding import Mesh
 
 import zoo
 from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 from train.base.chips import Chip, slowest_link
-from train.base.flops import flops_per_token, products_per_token
+from train.base.flops import flops_per_token, products_of_image, products_per_token
 from train.base.options import Flat, Group, OptionGroup, option
 from train.planning.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, parts_of
 from train.planning.breakdown import ASIDE, Part, parts
-from train.planning.fit import REMATS, recomputed, saved_bytes
+from train.planning.fit import REMATS, recomputed, recomputed_of, saved_bytes
+from train.planning.hlo import Collective
 from train.planning.sampling import sampling
 from train.state.mesh import check_mesh
 from train.state.offload import is_on_host
@@ -50,8 +53,8 @@ class Options(OptionGroup):
     """Number of rows of a step, on all devices together; for GRPO, number of rows of an update."""
     seq: int
     """Number of tokens of a row; with --decode, number of positions of the cache."""
-    remat: Literal["none", "dots", "attention", "full", "offload"] = "full"
-    """Values that the backward pass recomputes, as for training."""
+    remat: str = "full"
+    """Values that the backward pass recomputes, as for training, but for auto."""
     microbatches: int = 1
     """Number of parts in which a step computes its rows, one after another."""
     method: Literal["sft", "dpo", "grpo", "distill", "reward", "classify", "embed"] = option("sft", group=Group.METHOD)
@@ -82,8 +85,8 @@ class Options(OptionGroup):
     """Format of the weights that are not trained, under adapters or with --decode. none: bfloat16. int8 and fp8: eight
     bits. nf4: four bits."""
     images: int = option(0, rare=True)
-    """Number of images of a row. Above 0 the model has its vision tower, which is trained like the rest. The FLOPs for
-    MFU leave the tower out; the table of kernels includes it. 0: the text model."""
+    """Number of images of a row. Above 0 the model has its vision tower, which is trained like the rest, and which MFU
+    counts. 0: the text model."""
     patches: int = option(1024, rare=True)
     """Number of patches of an image, for towers that take any shape; other towers have a fixed number. 1,024 are 512 x
     512 pixels of Qwen3-VL or 448 x 448 of Mistral Small 3."""
@@ -93,7 +96,8 @@ class Options(OptionGroup):
     """Number of tokens of all rows together for which a decoding step has memory, in pages, as `zoo.Engine` has it. 0:
     --seq for each row."""
     search: bool = False
-    """Also try other meshes, batches and remats: estimate many, compile the best three, and rank them."""
+    """Also try other meshes, batches, microbatches and remats: estimate many, compile the best three, and rank them by
+    the sum of their kernels and collectives."""
 
     @property
     def reference(self) -> bool:
@@ -143,21 +147,36 @@ class Plan:
         return parts(self.compiled.kernels, self.chip) if self.compiled else {}
 
     @property
+    def sending(self) -> float:
+        """Estimates the seconds in which all collectives send; 0 if the step does not fit."""
+        return sending(self.compiled.collectives, self.chip, self.mesh, even=True) if self.compiled else 0.0
+
+    @property
     def seconds(self) -> tuple[float, float]:
         """Estimates the seconds of a step (not a bound), in two cases.
 
         First: collectives, and copies that are started ahead, run beside kernels. Second: they run between kernels. A
-        decoding step is limited by memory as a whole, so there copies beside kernels save no time.
+        decoding step is limited by memory as a whole, so there copies beside kernels save no time. Routers are taken to
+        choose all experts equally often.
         """
-        found, sent = self.parts, self.bounds["interconnect"]
+        found, sent = self.parts, self.sending
         kernels = sum(part.seconds for part in found.values())
         aside = found[ASIDE].seconds if ASIDE in found and not self.options.decode else 0.0
         return max(kernels - aside, sent), kernels + sent
+
+    def reached(self, seconds: float) -> float:
+        """Returns the MFU, from 0 to 1, of a step that takes so many seconds."""
+        return self.flops * self.options.tokens / self.mesh.size / self.chip.flops / seconds
 
     @property
     def tokens_per_second(self) -> float:
         """Returns an upper bound of the tokens per second of all devices together."""
         return self.options.tokens / max(self.bounds.values())
+
+    @property
+    def estimated_speed(self) -> float:
+        """Estimates the tokens per second of all devices together, with nothing beside kernels; 0: it does not fit."""
+        return self.options.tokens / self.seconds[1] if self.compiled else 0.0
 
 
 def refuse(options: Options, config: AbstractConfig, chip: Chip, count: int, step: Step) -> None:
@@ -208,7 +227,10 @@ def plan(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any
         except TooLarge as error:
             sampled = s.beside + error.needed
         needed = max(needed, sampled)
-    flops = flops_per_token(config, options.seq, frozen=bool(options.lora.rank), headed=options.headed)
+    flops = flops_per_token(
+        config, options.seq, frozen=bool(options.lora.rank), headed=options.headed,
+        images=0 if options.decode else options.images, patches=options.patches,
+    )  # fmt: skip
     flops /= 3 if options.decode else 1
     bounds = _bounds(options, program.kinds["parameters"], chip, mesh, compiled)
     mfu = flops * options.tokens / mesh.size / chip.flops / max(bounds.values())
@@ -233,6 +255,17 @@ def _bytes(program: Program) -> tuple[dict[str, int], int]:
 
 
 def _program(options: Options, config: AbstractConfig, mesh: Mesh, step: Step) -> Program:
+    _check(options, config, mesh)
+    if options.decode:
+        return decoding(
+            config, family_of(config), mesh, batch=options.batch, seq=options.seq, quantize=options.quantize,
+            images=options.images, cache_tokens=options.cache_tokens,
+        )  # fmt: skip
+    return step(options, config, family_of(config), mesh)
+
+
+def _check(options: Options, config: AbstractConfig, mesh: Mesh) -> None:
+    """Raises a ValueError if options contradict one another, or the mesh does not divide model and batch."""
     family = family_of(config)
     if options.decode and options.method != "sft":
         raise ValueError(f"--decode plans no training: leave out --method {options.method}.")
@@ -259,12 +292,6 @@ def _program(options: Options, config: AbstractConfig, mesh: Mesh, step: Step) -
         batch=options.batch // options.microbatches,
         seq_len=options.seq,
     )
-    if options.decode:
-        return decoding(
-            config, family, mesh, batch=options.batch, seq=options.seq, quantize=options.quantize,
-            images=options.images, cache_tokens=options.cache_tokens,
-        )  # fmt: skip
-    return step(options, config, family, mesh)
 
 
 def _bounds(
@@ -286,6 +313,11 @@ def _bounds(
         + recomputed(model.config, options.seq, options.remat)
         + options.reference * sum(other)
     )
+    if options.images and not options.decode:
+        image = products_of_image(model.config, options.patches)
+        passes, remat = 1 if options.lora.rank else 3, options.remat if options.remat in REMATS else "full"
+        tower = (passes + options.reference) * sum(image) + recomputed_of(image, remat) * (passes > 1)
+        products += options.images * tower / options.seq
     bounds = {"compute": 2 * products * options.tokens / mesh.size / chip.flops * _ticks(options, model, mesh)}
     if compiled:
         # A step reads its arguments, writes its results, and writes and reads its temporaries.
@@ -293,9 +325,17 @@ def _bounds(
             compiled.reused if options.decode else 0
         )  # decoding writes one position of the cache
         bounds["HBM"] = (compiled.arguments + written + 2 * compiled.temporaries) / chip.bandwidth
-        link = lambda each: slowest_link(chip, mesh.devices.flat[list(each.group)])
-        bounds["interconnect"] = sum(each.sent * each.times / link(each) for each in compiled.collectives)
+        bounds["interconnect"] = sending(compiled.collectives, chip, mesh)
     return bounds
+
+
+def sending(collectives: Sequence[Collective], chip: Chip, mesh: Mesh, *, even: bool = False) -> float:
+    """Computes the seconds in which the collectives send their bytes, one after another.
+
+    With `even`, ragged all-to-alls send as much as if routers chose all experts equally often; else nothing.
+    """
+    link = lambda each: slowest_link(chip, mesh.devices.flat[list(each.group)])
+    return sum((each.sent + even * each.even) * each.times / link(each) for each in collectives)
 
 
 def _ticks(options: Options, model: AbstractModel, mesh: Mesh) -> float:
@@ -305,9 +345,13 @@ def _ticks(options: Options, model: AbstractModel, mesh: Mesh) -> float:
     microbatches = (
         options.batch // options.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
     )
-    repeats = max(repeats for _, repeats in model.layers.runs if repeats % stages == 0)
-    busy = microbatches * rounds_of(repeats // stages)
+    busy = microbatches * _rounds(model, stages)
     return (busy + stages - 1) / busy
+
+
+def _rounds(model: AbstractModel, stages: int) -> int:
+    """Returns how often a token goes through all stages."""
+    return rounds_of(max(repeats for _, repeats in model.layers.runs if repeats % stages == 0) // stages)
 
 
 def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, options: Options) -> float:
@@ -330,7 +374,8 @@ def suggestion(made: Plan, config: AbstractConfig) -> str:
     needs = lambda remat: made.needed * ours(dataclasses.replace(o, remat=remat)) / ours(o)
     fixed = state - made.kinds.get("cache", 0)
     fits = fixed < made.available  # then the batch is too large
-    for remat in REMATS[REMATS.index(o.remat) + 1 :] if fits and not o.decode else ():
+    less_kept = REMATS[REMATS.index(o.remat) + 1 :] if o.remat in REMATS else ()
+    for remat in less_kept if fits and not o.decode else ():
         if needs(remat) <= made.available:
             return f"--remat {remat}, with which a device needs about {gb(needs(remat))}."
     replicas = mesh.shape[REPLICA]
@@ -346,50 +391,87 @@ def suggestion(made: Plan, config: AbstractConfig) -> str:
 
 
 def candidates(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any], step: Step) -> list[Options]:
-    """Lists other meshes, batches and remats that should fit, fastest first, by rough estimates of bytes and times."""
-    found, sizes = [], (1, 2, 4, 8, 16)
-    pairs = [{REPLICA: n, TENSOR: m} for n, m in itertools.product(sizes, sizes)]
-    axes = (EXPERT, CONTEXT) if options.decode else (EXPERT, CONTEXT, STAGE)
-    single = [{axis: n} for axis in axes for n in sizes[1:]]
-    meshes = [",".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) for mesh in pairs + single]
-    for text, batch in itertools.product(meshes, (options.batch // 2, options.batch, 2 * options.batch)):
-        changed = dataclasses.replace(options, mesh=f"{text},fsdp=-1".lstrip(","), batch=batch)
+    """Lists other meshes, batches, microbatches and remats that should fit, fastest first, by rough estimates."""
+    found, sizes = [], (1, 2, 4, 8, 16, 32, 64)
+    axes = (TENSOR, EXPERT, CONTEXT) if options.decode else (TENSOR, EXPERT, CONTEXT, STAGE)
+    split = [{}, *({axis: n} for axis in axes for n in sizes[1:5])]
+    remats = [options.remat] if options.decode else [options.remat, *(each for each in REMATS if each != options.remat)]
+    meshes = [{REPLICA: replicas} | other for replicas in sizes for other in split]
+    batches = [*([options.batch // 2] if options.batch > 1 else []), *(options.batch * n for n in (1, 2, 4))]
+    grows = ("batch",) if options.cache_tokens else ("batch", "cache")  # with the rows
+    parts = [options.microbatches] if options.decode else [options.microbatches * n for n in (1, 2, 4)]
+    for each in meshes:
+        text = ",".join([*(f"{axis}={n}" for axis, n in each.items() if n > 1), f"{FSDP}=-1"])
         try:
-            mesh = make_mesh(changed.mesh, devices)
-            program = _program(changed, config, mesh, step)
+            mesh = make_mesh(text, devices)
+            largest = dataclasses.replace(options, mesh=text, batch=max(batches))
+            program = _program(largest, config, mesh, step)
         except ValueError:  # the mesh does not divide model or batch
             continue
+        shares = math.prod(mesh.shape[axis] for axis in BATCH)
         kinds, gradients = _bytes(program)
-        for remat in (options.remat,) if options.decode else REMATS:
-            other = dataclasses.replace(changed, remat=remat)
-            if batch and held(kinds, gradients, config, mesh, other) < 0.9 * chip.memory:
-                seconds = _seconds(other, program.kinds["parameters"], chip, mesh)
-                found.append((seconds / batch, REMATS.index(remat), other))
+        for batch, n, remat in itertools.product(batches, parts, remats):
+            if batch % (n * shares):
+                continue
+            other = dataclasses.replace(largest, batch=batch, microbatches=n, remat=remat)
+            own = {kind: size * batch // largest.batch if kind in grows else size for kind, size in kinds.items()}
+            if (needed := held(own, gradients, config, mesh, other)) < 0.9 * chip.memory:
+                seconds = _seconds(other, own, program.kinds["parameters"], chip, mesh)
+                found.append((seconds / batch, needed, other))
     return [other for *_, other in sorted(found, key=lambda each: each[:2])]
 
 
-def _seconds(options: Options, model: AbstractModel, chip: Chip, mesh: Mesh) -> float:
-    """Estimates the seconds of a step: the longer of computing, and sending weights and activations."""
+def _seconds(options: Options, kinds: Mapping[str, int], model: AbstractModel, chip: Chip, mesh: Mesh) -> float:
+    """Estimates the seconds of a step: the sum of computing, of reading and writing, and of sending.
+
+    `kinds` has the bytes of a device before the step.
+    """
     size, c, passes = mesh.shape, model.config, 1 if options.decode else 3 + (options.remat != "none")
-    experts = sum(math.prod(m.shape) for _, m in modules(model, AbstractExpertLinear))
-    weights = sum(a.size for a in jax.tree.leaves(model)) - experts + experts / size[EXPERT]
-    split = size[FSDP] * size[EXPERT] * size[CONTEXT]
-    tokens = options.tokens / (size[REPLICA] * split * size[STAGE])
+    dense, experts, count = _weights(c)
+    chosen = c.num_experts_per_tok if isinstance(c, AbstractMixtureConfig) else 0
+    # Each result of a product is written and read once. A buffer of rows for experts has room for those of each device
+    # along the axis "expert", and so do the passes over it.
+    by_experts = experts * chosen / count / c.hidden_size
+    results = products_per_token(c, options.seq).layers / c.hidden_size + by_experts * (size[EXPERT] - 1)
+    moved = 2 * sum(kinds.values()) + 2 * 2 * passes * results * options.tokens / mesh.size
     # Numbers sent for each token in each layer: partial sums of attention and MLP; a row to each expert and back; keys
     # and values.
-    numbers = 4 * c.hidden_size * (size[TENSOR] > 1)
-    chosen = c.num_experts_per_tok if isinstance(c, AbstractMixtureConfig) else 0
-    numbers += 2 * chosen * c.hidden_size * (size[EXPERT] > 1)
-    numbers += 2 * c.num_key_value_heads * c.head_dim * (size[CONTEXT] - 1)
-    sent = weights / size[TENSOR] / size[STAGE] * (split > 1) + tokens * c.num_hidden_layers * numbers
-    link = min(slowest_link(chip, group) for group in _groups(mesh))
-    return max(_bounds(options, model, chip, mesh, None)["compute"], 2 * passes * sent / link)
+    tokens = 2 * passes * c.num_hidden_layers * options.tokens * size[TENSOR] / mesh.size
+    gathered = 2 * passes * options.microbatches / size[TENSOR] / size[STAGE]
+    own = {REPLICA: dense / (size[FSDP] * size[EXPERT] * size[CONTEXT]), EXPERT: experts / size[EXPERT]}
+    sent = {
+        (TENSOR,): tokens * 4 * c.hidden_size,
+        (EXPERT,): tokens * 2 * chosen * c.hidden_size,
+        (CONTEXT,): tokens * 2 * c.num_key_value_heads * c.head_dim * (size[CONTEXT] - 1),
+        (FSDP, EXPERT, CONTEXT): gathered * dense,
+        (FSDP, CONTEXT): gathered * own[EXPERT],
+    }
+    if size[STAGE] > 1:  # features, to the next stage and back
+        sent[STAGE,] = 2 * 2 * _rounds(model, size[STAGE]) * options.tokens * c.hidden_size * size[STAGE] / mesh.size
+    if not options.decode:  # gradients are summed over replicas, and each gathers the weights that others have updated
+        shard = own[REPLICA] + own[EXPERT] / (size[FSDP] * size[CONTEXT])
+        sent[REPLICA,] = 8 * shard / size[TENSOR] / size[STAGE]
+    sending = sum(
+        number / slowest_link(chip, _along(mesh, axes))
+        for axes, number in sent.items()
+        if math.prod(size[axis] for axis in axes) > 1
+    )
+    computing = _bounds(options, model, chip, mesh, None)["compute"] / chip.products
+    return computing + moved / (chip.bandwidth * chip.streaming) + sending
 
 
-def _groups(mesh: Mesh) -> list[list[Any]]:
-    """Lists the devices along each axis but "replica": these exchange weights and activations."""
-    along = lambda n: mesh.devices[tuple(slice(None) if m == n else 0 for m in range(mesh.devices.ndim))]
-    return [list(along(n)) for n, axis in enumerate(mesh.axis_names) if axis != REPLICA]
+@functools.lru_cache
+def _weights(config: AbstractConfig) -> tuple[int, int, int]:
+    """Counts a text model's weights outside of experts, those of experts, and the experts of a layer."""
+    model = skeleton(family_of(config), config)
+    experts = [m.shape for _, m in modules(model, AbstractExpertLinear)]
+    of_experts = sum(map(math.prod, experts))
+    return sum(a.size for a in jax.tree.leaves(model)) - of_experts, of_experts, experts[0][-3] if experts else 1
+
+
+def _along(mesh: Mesh, axes: Sequence[str]) -> list[Any]:
+    """Lists the devices of one group along these axes."""
+    return np.ravel(mesh.devices[tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)]).tolist()
 
 
 def gb(size: float | int) -> str:

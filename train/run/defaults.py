@@ -13,7 +13,7 @@ from train.base.runfile import DerivedSteps
 from train.planning import ahead, fit
 from train.run.options import Options
 from train.run.report import device_bytes
-from train.state.remat import StepOptions
+from train.state.remat import StepOptions, remat_of
 from train.state.state import Lora, StateOptions, Trained
 from train.step.microbatches import elastic
 from train.watch import trackers
@@ -30,13 +30,15 @@ def resolve(options: O, config: AbstractConfig, *, width_lr: float, weight_decay
     `width_lr` is the learning rate of a model of width 4,096.
 
     Raises:
-        ValueError: the model has fewer positions than --seq-len, or there is no such --tracker.
+        ValueError: the model has fewer positions than --seq-len, or there is no such --remat or --tracker.
         ImportError: a tracker's package is not installed.
     """
     trackers.check(options.watch.tracker)
     step = options.step
     if step.seq_len > config.max_position_embeddings:
         raise ValueError(f"--seq-len {step.seq_len} exceeds the model's {config.max_position_embeddings} positions.")
+    if step.remat != "auto":
+        remat_of(step.remat)  # refused before anything is loaded
     dtype = {"cpu": "float32"}.get(jax.default_backend(), "bfloat16")
     microbatches = step.microbatches
     if (processes := jax.process_count()) < (full := cluster.full_processes()):

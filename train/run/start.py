@@ -22,7 +22,7 @@ from train.state import optim
 from train.state.checkpoint import Checkpoints
 from train.state.mesh import put_batch
 from train.state.offload import to_device
-from train.state.remat import REMAT
+from train.state.remat import remat_of
 from train.state.state import Trained, TrainState, abstract_state, init_state
 from train.step.router import rebalancing
 from train.step.step import Recipe, jit_train_step
@@ -88,8 +88,8 @@ def start(
     validation = Validation(options.validation, task, trained.config, tokenizer, mesh, options.step.compute_dtype)
     recipe = Recipe(
         optimizer=optimizer, schedule=schedule, compute_dtype=jnp.dtype(options.step.compute_dtype),
-        objective=task.objective, remat=REMAT[options.step.remat], microbatches=options.step.microbatches,
-        router_balance=router.router_balance, router_z=router.router_z,
+        objective=task.objective, remat=remat_of(options.step.remat), microbatches=options.step.microbatches,
+        router_balance=router.router_balance, router_sequence=router.router_sequence, router_z=router.router_z,
         rebalance=rebalancing(router, family_of(trained.config), adapters=trained.adapters),
     )  # fmt: skip
     out, told = folder.run_folder(options, manifest), report.overview(options, trained, mesh)

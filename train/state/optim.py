@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 import rich
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
@@ -184,14 +185,24 @@ def _orthogonal() -> optax.GradientTransformation:
 
 
 def _by_layer(function: Callable[..., Any], *stacks: Float[Array, "layers ..."]) -> Any:
-    """Maps the layers of a stack one after another, so that a device gathers one layer's matrix at a time.
+    """Maps the layers of a stack in turns of a layer for each device, so that a device gathers one layer's matrix.
 
-    If stages or replicas split the layers (`train.state`), each computes its own layers.
+    If stages or replicas split the layers (`train.state`), each computes its own layers. The axes that split matrices
+    as "fsdp" does share the layers, too, if they divide their number: then no two devices compute the same products.
     """
-    devices = math.prod(map(mesh.split, mesh.splitting(len(stacks[0]), mesh.STAGE, mesh.REPLICA)))
+    own = (mesh.STAGE, mesh.REPLICA)
+    sharing = (mesh.FSDP, mesh.CONTEXT) if stacks[0].ndim > 3 else (mesh.FSDP, mesh.EXPERT, mesh.CONTEXT)
+    axes = mesh.splitting(len(stacks[0]), *own, *sharing)
+    if any(mesh.split(axis) > 1 and axis not in axes for axis in sharing):  # XLA splits an axis's parts further badly
+        axes = mesh.splitting(len(stacks[0]), *own)
+    devices = math.prod(map(mesh.split, axes))
     turns = [a.reshape(devices, -1, *a.shape[1:]).swapaxes(0, 1) for a in stacks]
-    mapped = jax.lax.map(lambda turn: jax.vmap(function)(*turn), turns)
-    return jax.tree.map(lambda a: a.swapaxes(0, 1).reshape(-1, *a.shape[2:]), mapped)
+
+    def turn(layers: list[Array]) -> Any:
+        places = [P(axes, *[P.UNCONSTRAINED] * (a.ndim - 1)) for a in layers]
+        return jax.vmap(function)(*(jax.lax.with_sharding_constraint(layers, places) if axes else layers))
+
+    return jax.tree.map(lambda a: a.swapaxes(0, 1).reshape(-1, *a.shape[2:]), jax.lax.map(turn, turns))
 
 
 def adafactor(

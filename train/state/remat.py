@@ -8,10 +8,14 @@ from typing import ClassVar, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_policies
 
+from kernels.attention import QKV
 from kernels.attention import shared as flash
 from kernels.delta_rule import shared as delta_rule
 from kernels.quantized_matmul import shared as matmul
+from kernels.ragged_dot import SAVED as EXPERTS
 from train.base.options import Group, OptionGroup, option
+from zoo.nn.layers import MLP_GATE, MLP_UP
+from zoo.nn.routing import LOGITS
 from zoo.nn.stack import LAYER_INPUT
 
 
@@ -35,18 +39,22 @@ class StepOptions(OptionGroup):
     """Data type in which the layers' linear maps are multiplied. float: --compute-dtype. int8 and fp8: weights and
     activations are rounded row by row; fp8 rounds the backward pass, too, with one scale a tensor. The weights are kept
     in --weights-dtype. Embedding, head and routers are not rounded, nor are the gradients of experts."""
-    remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = option("dots", identity=False)
+    remat: str = option("dots", identity=False)
     """Values that the backward pass recomputes to save memory. none: nothing. dots: all but matrix products, attention
     and recurrences. attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are
-    kept in the memory of a GPU's or TPU's host. auto: the fastest of these that is estimated to fit the device, with at
-    least --microbatches parts; a line prints the choice."""
+    kept in the memory of a GPU's or TPU's host. Or names of arrays, such as attention_out=keep,mlp_up=offload: all but
+    these, which are kept on the device or in the host's memory (docs/plan.md lists the names). auto: the fastest that
+    is estimated to fit the device, with at least --microbatches parts; a line prints the choice."""
     mesh: str = option("fsdp=-1", group=Group.DEVICES, identity=False)
     """Number of devices along each axis, such as fsdp=4,tensor=2; -1 takes what is left. replica splits the batch; fsdp
     the batch and the parameters; tensor the work on each token; context the tokens of a row; expert a mixture's
     experts; stage the layers."""
 
 
-# Name -> a function that wraps a layer, and saves less the further down it stands.
+# Arrays that layers name (`jax.ad_checkpoint.checkpoint_name`), for --remat.
+IN_KERNELS = (flash.SAVED, delta_rule.OUT, delta_rule.STATES, EXPERTS, matmul.SAVED)  # whose products no policy sees
+NAMES = (QKV, MLP_GATE, MLP_UP, LOGITS, *IN_KERNELS, LAYER_INPUT)
+# Policy -> a function that wraps a layer, and saves less the further down it stands.
 REMAT: dict[str, Callable[..., Callable] | None] = {
     "none": None,
     # Saves the results of matrix products with weights, of attention and of recurrences, with the states that a
@@ -55,7 +63,7 @@ REMAT: dict[str, Callable[..., Callable] | None] = {
         jax.checkpoint,
         policy=checkpoint_policies.save_from_both_policies(
             checkpoint_policies.dots_with_no_batch_dims_saveable,
-            checkpoint_policies.save_only_these_names(matmul.SAVED, flash.SAVED, delta_rule.SAVED),
+            checkpoint_policies.save_only_these_names(*IN_KERNELS),
         ),
     ),
     # Saves the layer's input, and the values that attention's backward kernel needs: with long rows, these save much
@@ -76,3 +84,37 @@ REMAT: dict[str, Callable[..., Callable] | None] = {
         ),
     ),
 }
+
+
+def remat_of(text: str) -> Callable[..., Callable] | None:
+    """Returns the function that wraps a layer, for --remat: one of `REMAT`, or one for names of arrays.
+
+    Raises:
+        ValueError: `text` is neither a policy nor a list such as "attention_out=keep,mlp_up=offload".
+    """
+    if text in REMAT:
+        return REMAT[text]
+    places = {place: kept_names(text, place) for place in ("keep", "offload")}
+    policy = checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=places["keep"], names_which_can_be_offloaded=places["offload"],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    return functools.partial(jax.checkpoint, policy=policy)
+
+
+def kept_names(text: str, place: Literal["keep", "offload"]) -> list[str]:
+    """Returns the names that a list for --remat has with "keep" or "offload".
+
+    Raises:
+        ValueError: as `remat_of` does.
+    """
+    found = []
+    for part in text.split(","):
+        name, _, where = part.strip().partition("=")
+        if name not in NAMES or where not in ("keep", "offload"):
+            raise ValueError(
+                f"--remat {text}: write {', '.join(REMAT)}, in training also auto, or keep or offload for each name of "
+                f"an array, as in attention_out=keep,mlp_up=offload; the names are {', '.join(NAMES)}."
+            )
+        found += [name] if where == place else []
+    return found

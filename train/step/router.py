@@ -26,6 +26,9 @@ class RouterOptions(OptionGroup):
     """Weight of the load-balancing loss in a mixture of experts, on the scale of transformers' router_aux_loss_coef. If
     all experts are used alike, this loss is the number of experts that a token chooses. 0.01 in Switch Transformers,
     0.001 in Qwen3. 0: without this loss."""
+    router_sequence: float = option(0.0, rare=True)
+    """Weight of the sequence-wise balance loss in a mixture of experts, which is 1 for each row whose experts are used
+    alike; 0.0001 in DeepSeek V3. 0: without this loss."""
     router_z: float = option(0.0, rare=True)
     """Weight of the router z-loss in a mixture of experts, which keeps the routers' logits from growing; 0.001 in
     ST-MoE. 0: without this loss."""
@@ -55,15 +58,16 @@ def routings_of(reports: Reports) -> list[Routing]:
 
 
 def router_loss(
-    reports: Reports, tokens: Int[Array, ""], loads: Sequence[Array] = (), *, balance: float, z: float
+    reports: Reports, tokens: Int[Array, ""], loads: Sequence[Array] = (), *, balance: float, sequence: float, z: float
 ) -> Float[Array, ""]:
-    """Computes the load-balancing loss plus the router z-loss, with these weights, each a mean over the layers.
+    """Computes the two balance losses plus the router z-loss, with these weights, each a mean over the layers.
 
     If the reports are of a part of a batch, the result is the part's share: `tokens` is the number of tokens of the
     whole batch, and `loads` are the loads of its experts.
     """
     routings = [r.share_of(tokens, load) for r, load in itertools.zip_longest(routings_of(reports), loads)]
-    return mean_of_layers([balance * r.balance_loss() + z * r.z_loss() for r in routings])
+    weighted = lambda r: balance * r.balance_loss() + sequence * r.sequence_loss() + z * r.z_loss()
+    return mean_of_layers([weighted(routing) for routing in routings])
 
 
 def mean_of_layers(values: Sequence[Float[Array, "*layers"]]) -> Float[Array, ""]:

@@ -65,6 +65,8 @@ class Recipe:
     """The number of parts in which the batch is computed, to save memory. The update is the same up to rounding."""
     router_balance: float = 0.0
     """Weight of a mixture's load-balancing loss, a mean over the layers (see `zoo.nn.moe.Routing`)."""
+    router_sequence: float = 0.0
+    """Weight of a mixture's sequence-wise balance loss, a mean over the layers."""
     router_z: float = 0.0
     """Weight of a mixture's router z-loss, a mean over the layers."""
     rebalance: Callable[[Any, Any], Any] | None = None
@@ -147,8 +149,9 @@ def mean_gradients(
         """
         total, own, sums, reports = evaluate(parameters, part, means)
         count = own if count is None else count
-        if (recipe.router_balance or recipe.router_z) and routings_of(reports):
-            routers = router_loss(reports, tokens, loads, balance=recipe.router_balance, z=recipe.router_z)
+        weights = dict(balance=recipe.router_balance, sequence=recipe.router_sequence, z=recipe.router_z)
+        if any(weights.values()) and routings_of(reports):
+            routers = router_loss(reports, tokens, loads, **weights)
             total += routers * count.astype(jnp.float32)  # which is divided by the count, too
         return per(count, total), (per(count, sums), reports)
 

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -220,28 +221,45 @@ and read than to compute again. Values and gradients stay as they are. In a laye
 """
 
 
-@recomputed
+# The names, for policies of `jax.checkpoint`, of the results of an MLP's first products; `MLP_UP` if there is no gate.
+MLP_GATE, MLP_UP = "mlp_gate", "mlp_up"
+
+
 def swiglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
     """Computes silu(gate) * up (arXiv:2002.05202)."""
-    return jax.nn.silu(gate) * up
+    return _silu_times(checkpoint_name(gate, MLP_GATE), checkpoint_name(up, MLP_UP))
 
 
-@recomputed
 def geglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
     """Computes gelu(gate) * up (arXiv:2002.05202), with gelu's approximation by tanh."""
-    return jax.nn.gelu(gate, approximate=True) * up
+    return _gelu_times(checkpoint_name(gate, MLP_GATE), checkpoint_name(up, MLP_UP))
 
 
-@recomputed
 def gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
     """Computes gelu(x) (arXiv:1606.08415), with its approximation by tanh."""
-    return jax.nn.gelu(x, approximate=True)
+    return _gelu(checkpoint_name(x, MLP_UP))
 
 
 @recomputed
 def erf_gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
     """Computes gelu(x) (arXiv:1606.08415) itself, without an approximation: in float32, and rounded once."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
+# The names are outside of what is computed again, so that a policy may keep the named arrays.
+@recomputed
+def _silu_times(gate: Array, up: Array) -> Array:
+    return jax.nn.silu(gate) * up
+
+
+@recomputed
+def _gelu_times(gate: Array, up: Array) -> Array:
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+@recomputed
+def _gelu(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=True)
 
 
 class LayerNorm(eqx.Module):

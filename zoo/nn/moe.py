@@ -233,6 +233,7 @@ class Routing(eqx.Module):
     load: Float[Array, "*layers experts"]  # how many tokens chose each expert
     probability: Float[Array, "*layers experts"]  # of each expert, chosen or not; a token's add up to 1
     squared_log_z: Float[Array, "*layers"]  # the square of a token's logsumexp(logits)
+    imbalance_of_rows: Float[Array, "*layers"]  # of each row by itself, as `imbalance`, times the row's tokens
     chosen: Int[Array, "*layers batch seq choices"] | None = None  # of each token: see `choices_of_each_token`
 
     @classmethod
@@ -246,13 +247,16 @@ class Routing(eqx.Module):
         """Sums over all tokens but padding, whose segment is 0."""
         counted = jnp.ones(logits.shape[:2]) if segments is None else (segments != 0).astype(jnp.float32)
         # Sums of one-hot vectors: for a scatter XLA would gather tokens that are split over devices.
-        load = jnp.sum(jax.nn.one_hot(chosen, logits.shape[-1]) * counted[..., None, None], axis=(0, 1, 2))
+        load = jnp.sum(jax.nn.one_hot(chosen, logits.shape[-1]) * counted[..., None, None], axis=(1, 2))  # of each row
+        tokens = jnp.maximum(jnp.sum(counted, axis=1, keepdims=True), 1)
+        mean = jnp.einsum("bs,bse->be", counted, probability.astype(jnp.float32)) / tokens
         squared_log_z = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
         return cls(
             jnp.sum(counted),
-            load,
+            jnp.sum(load, axis=0),
             jnp.einsum("bs,bse->e", counted, probability.astype(jnp.float32)),
             jnp.sum(counted * squared_log_z),
+            logits.shape[-1] * jnp.sum(load / chosen.shape[-1] * mean),
             chosen if _each_token.get() else None,
         )
 
@@ -262,7 +266,8 @@ class Routing(eqx.Module):
         So the losses of all parts add up to the loss of the whole batch, and so do their gradients.
         """
         tokens = jnp.broadcast_to(tokens.astype(self.tokens.dtype), self.tokens.shape)
-        return Routing(tokens, self.load if load is None else load, self.probability, self.squared_log_z)
+        load = self.load if load is None else load
+        return Routing(tokens, load, self.probability, self.squared_log_z, self.imbalance_of_rows)
 
     def imbalance(self) -> Float[Array, "*layers"]:
         """Computes experts * sum(share of the choices * mean probability), summed over the experts.
@@ -277,6 +282,13 @@ class Routing(eqx.Module):
         """The load-balancing loss of Switch Transformers (arXiv:2101.03961, section 2.2), as transformers has it for
         several choices: `imbalance` times the number of experts that a token chooses."""
         return self.imbalance() * jnp.sum(self.load, axis=-1) / jnp.maximum(self.tokens, 1)
+
+    def sequence_loss(self) -> Float[Array, "*layers"]:
+        """The sequence-wise balance loss of DeepSeek V3 (arXiv:2412.19437, equations 17 to 20), a row being a sequence.
+
+        It is the mean of the rows' `imbalance`, each weighted by the row's tokens.
+        """
+        return self.imbalance_of_rows / jnp.maximum(self.tokens, 1)
 
     def z_loss(self) -> Float[Array, "*layers"]:
         """The router z-loss of ST-MoE (arXiv:2202.08906, section 4): the mean of the squared log of Z."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from zoo.nn.layers import Float32, recomputed
@@ -18,6 +19,7 @@ from zoo.nn.stack import Reports, Stack
 
 
 M = TypeVar("M", bound=eqx.Module)
+LOGITS = "router"  # the name of the logits, for policies of `jax.checkpoint`
 
 
 class Router(eqx.Module):
@@ -29,7 +31,7 @@ class Router(eqx.Module):
         self.weight = _random(hidden, experts, key)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return jnp.einsum("...d,ed->...e", x, self.weight)
+        return checkpoint_name(jnp.einsum("...d,ed->...e", x, self.weight), LOGITS)
 
 
 class Float32Router(eqx.Module):
@@ -40,7 +42,6 @@ class Float32Router(eqx.Module):
     def __init__(self, hidden: int, experts: int, *, key: PRNGKeyArray):
         self.weight = _random(hidden, experts, key)
 
-    @recomputed
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
         return _in_float32(x, self.weight)
 
@@ -82,7 +83,6 @@ class BiasedRouter(AbstractBiasedRouter):
         self.weight = _random(hidden, experts, key)
         self.e_score_correction_bias = Float32(jnp.zeros(experts))
 
-    @recomputed
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
         return _in_float32(x, self.weight)
 
@@ -97,7 +97,6 @@ class BiasedFloat32Router(AbstractBiasedRouter):
         self.weight = Float32(_random(hidden, experts, key))
         self.e_score_correction_bias = Float32(jnp.zeros(experts))
 
-    @recomputed
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
         return _in_float32(x, self.weight.value)
 
@@ -142,4 +141,9 @@ def _random(hidden: int, experts: int, key: PRNGKeyArray) -> Float[Array, "exper
 def _in_float32(
     x: Float[Array, "*batch embed"], weight: Float[Array, "experts embed"]
 ) -> Float[Array, "*batch experts"]:
+    return checkpoint_name(_float32_product(x, weight), LOGITS)
+
+
+@recomputed
+def _float32_product(x: Array, weight: Array) -> Array:
     return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), weight.astype(jnp.float32))
