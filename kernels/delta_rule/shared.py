@@ -52,17 +52,17 @@ def scan_flops(matrices: Iterable[Sequence[int]], v_dim: int) -> int:
     return 2 * v_dim * sum(map(math.prod, matrices))
 
 
-def fused_products(kernel: str, dim: int, v_dim: int) -> int:
+def fused_products(kernel: str, dim: int, v_dim: int, *, erase: bool) -> int:
     """Counts the multiply-adds of one token of one head in a kernel of `kernels.delta_rule.triton_fused`.
 
     Those that invert a matrix from its blocks are left out.
     """
     counts = {
-        "pairs": (CHUNK + (CHUNK + BLOCK) // 2) * dim,
-        "forward": (3 * dim + 2 * CHUNK) * v_dim,
-        "backward": (3 * dim + 2 * CHUNK) * v_dim,
-        "values": (dim + 3 * CHUNK) * v_dim + CHUNK * (2 * CHUNK + dim),
-        "keys": 3 * dim * v_dim + 4 * CHUNK * dim,
+        "pairs": CHUNK * dim + erase * (CHUNK + BLOCK) // 2 * dim,
+        "forward": state_products(dim, v_dim, erase=erase) + (1 + erase) * CHUNK * v_dim,
+        "backward": state_products(dim, v_dim, erase=erase) + (1 + erase) * CHUNK * v_dim,
+        "values": CHUNK * v_dim + erase * (dim * v_dim + 2 * CHUNK * v_dim + CHUNK * (2 * CHUNK + dim)),
+        "keys": state_products(dim, v_dim, erase=erase) + (2 + 2 * erase) * CHUNK * dim,
     }
     return counts[kernel]
 

@@ -13,7 +13,8 @@ token j to token i, 0 for i < j, and r_i the decay from token i to the end. With
 4. `values` computes V' again, and from it the gradients of M, P and beta, for all chunks at once.
 5. `keys` sums the gradients of q and k over the heads of a group, and computes those of G.
 
-A document that begins is a decay to exactly 0, so it needs no mask.
+Where nothing is erased, V' is beta V, and M is left out. A document that begins is a decay to exactly 0, so it needs no
+mask.
 """
 
 import functools
@@ -50,8 +51,6 @@ def refusal(
     q: Array, k: Array, v: Array, decay: Array, beta: Array, restart: Array, state: Array, *, scale: float, erase: bool
 ) -> str | None:
     """Returns why this implementation cannot take these arguments of `delta_rule`, or None if it can."""
-    if not erase:
-        return "it subtracts what the state answers to a key, and erase is False"
     if decay.ndim == 4:
         return "it has one decay for a head, and here each channel has its own"
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
@@ -88,12 +87,11 @@ def delta_rule(
     erase: bool,
 ) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"]]:
     """Computes `kernels.delta_rule`. Tokens that fill the last chunk have keys of 0, and change no state."""
-    del erase
     seq = v.shape[1]
     filled = lambda x: jnp.pad(x, ((0, 0), (0, -seq % CHUNK)) + ((0, 0),) * (x.ndim - 2))
     numbers = lambda x: filled(x.astype(jnp.float32)).swapaxes(1, 2)
     decay = jnp.where(restart[..., None], RESTART, jnp.maximum(decay.astype(jnp.float32), STRONGEST))
-    out, state = _delta_rule(scale, filled(q), filled(k), filled(v), numbers(decay), numbers(beta), state)
+    out, state = _delta_rule(scale, erase, filled(q), filled(k), filled(v), numbers(decay), numbers(beta), state)
     return out[:, :seq], state
 
 
@@ -105,56 +103,59 @@ class _Chunks(NamedTuple):
     v: Float[Array, "batch seq v_heads v_dim"]
     total: Float[Array, "batch v_heads seq"]  # the binary logarithm of the decay since before the chunk
     beta: Float[Array, "batch v_heads seq"]
-    inverse: Float[Array, "batch v_heads seq tokens"]  # M - 1: M's diagonal is not rounded
+    inverse: Float[Array, "batch v_heads seq tokens"] | None  # M - 1: M's diagonal is not rounded. None: no erasing
     pairs: Float[Array, "batch v_heads seq tokens"]  # P
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _delta_rule(scale: float, *given: Array) -> tuple[Array, Array]:
-    out, last, *_ = _run(scale, given, keep=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _delta_rule(scale: float, erase: bool, *given: Array) -> tuple[Array, Array]:
+    out, last, *_ = _run(scale, erase, given, keep=False)
     return out, last
 
 
-def _forward(scale: float, *given: Array) -> tuple[tuple[Array, Array], tuple[_Chunks, Array]]:
-    out, last, states, chunks = _run(scale, given, keep=True)
+def _forward(scale: float, erase: bool, *given: Array) -> tuple[tuple[Array, Array], tuple[_Chunks, Array]]:
+    out, last, states, chunks = _run(scale, erase, given, keep=True)
     named = functools.partial(checkpoint_name, name=SAVED)
     return (named(out), last), (chunks, named(states))
 
 
-def _run(scale: float, given: tuple[Array, ...], keep: bool) -> tuple[Array, Array, Array | None, _Chunks]:
+def _run(scale: float, erase: bool, given: tuple[Array, ...], keep: bool) -> tuple[Array, Array, Array | None, _Chunks]:
     """Returns the outputs, the last state, the states before the chunks if `keep` (else None), and the chunks."""
     q, k, v, decay, beta, state = given
     total = LOG2_E * lax.cumsum(_by_chunk(decay), axis=3).reshape(decay.shape)
     matrices = _array(q, *beta.shape, CHUNK)
-    inverse, pairs = _launch("pairs", _pairs_kernel, scale, k, v, (q, k, total, beta), (matrices, matrices))
+    run = functools.partial(_launch, scale, erase, k, v)
+    inverse, pairs = run("pairs", _pairs_kernel, (q, k, total, beta), (matrices if erase else None, matrices))
     chunks = _Chunks(q, k, v, total, beta, inverse, pairs)
     batch, heads, *matrix = state.shape
     states = _array(q, batch, heads, v.shape[1] // CHUNK, *matrix) if keep else None
     results = _array(v), _array(state), states
-    return *_launch("forward", _forward_kernel, scale, k, v, (*chunks, state), results), chunks
+    return *run("forward", _forward_kernel, (*chunks, state), results), chunks
 
 
-def _backward(scale: float, residuals: tuple[_Chunks, Array], gradients: tuple[Array, Array]) -> tuple[Array, ...]:
+def _backward(
+    scale: float, erase: bool, residuals: tuple[_Chunks, Array], gradients: tuple[Array, Array]
+) -> tuple[Array, ...]:
     (chunks, states), (d_out, d_last) = residuals, gradients
     q, k, v, total, beta, inverse, pairs = chunks
-    launch = lambda name, kernel, *more: _launch(name, kernel, scale, k, v, *more)
-    d_written, d_v, d_states, d_first = launch(
+    run = functools.partial(_launch, scale, erase, k, v)
+    d_written, d_v, d_states, d_first = run(
         "backward",
         _backward_kernel,
         (q, k, total, beta, inverse, pairs, d_out, d_last),
         (_array(v), _array(v), _array(states), _array(d_last)),
     )
-    written, d_pairs, d_own, d_keys, d_beta = launch(
+    written, d_pairs, d_own, d_keys, d_beta = run(
         "values",
         _values_kernel,
-        (k, v, total, beta, inverse, d_out, d_written, states),
-        (_array(v), _array(pairs), _array(beta), _array(pairs), _array(beta)),
+        (k, v, total, beta, inverse, d_out, d_written, states if erase else None),
+        (_array(v), _array(pairs), _array(beta), _array(pairs) if erase else None, _array(beta)),
     )
     parts = k.shape[3] // _sizes("keys", k, v)["dim"]
-    d_q, d_k, *sums = launch(
+    d_q, d_k, *sums = run(
         "keys",
         _keys_kernel,
-        (q, k, total, d_out, written, d_v, d_pairs, d_own, d_keys, states, d_states),
+        (q, k, total, d_out, written, d_v if erase else None, d_pairs, d_own, d_keys, states, d_states),
         (_array(q), _array(k), *[_array(beta, parts, *beta.shape)] * 2, _array(beta, parts, *states.shape[:3])),
     )
     d_total, d_until, d_fade = (x.sum(axis=0) for x in sums)
@@ -183,7 +184,14 @@ def _sizes(kernel: str, k: Array, v: Array) -> dict[str, int]:
 
 
 def _launch(
-    kernel: str, body: Callable[..., None], scale: float, k: Array, v: Array, operands: Sequence[Array], results: Any
+    scale: float,
+    erase: bool,
+    k: Array,
+    v: Array,
+    kernel: str,
+    body: Callable[..., None],
+    operands: Sequence[Array | None],
+    results: Any,
 ) -> Any:
     (batch, seq, kv_heads, dim), (*_, heads, v_dim), size = k.shape, v.shape, _sizes(kernel, k, v)
     by_chunk = (seq // CHUNK, heads, batch)
@@ -195,13 +203,13 @@ def _launch(
     return launch(
         functools.partial(body, scale, size),
         *operands,
-        name=f"delta_rule_fused_{kernel}",
+        name=f"delta_rule_fused_{'' if erase else 'additive_'}{kernel}",
         grid=grids.get(kernel, by_chunk),
         results=results,
         warps=size["warps"],
         stages=size["stages"],
         cost=pl.CostEstimate(
-            flops=2 * batch * seq * heads * fused_products(kernel, dim, v_dim),
+            flops=2 * batch * seq * heads * fused_products(kernel, dim, v_dim, erase=erase),
             transcendentals=0,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((operands, results))),
         ),
@@ -218,13 +226,16 @@ def _pairs_kernel(
     inverse_ref: Any,
     pairs_ref: Any,
 ) -> None:
-    """Inverts by blocks of `BLOCK` tokens: those on the diagonal row by row, and then the others from them."""
+    """Writes P and M. It inverts blocks of `BLOCK` tokens on the diagonal row by row, and then the others from them."""
     chunk, head, batch = (pl.program_id(axis) for axis in range(3))
     kv_head, of_head = lax.div(head, beta_ref.shape[1] // k_ref.shape[2]), (batch, head)
     rows = _rows(chunk)
     total = load(total_ref.at[*of_head, rows])
     products = dot(load(q_ref.at[batch, rows, kv_head]), load(k_ref.at[batch, rows, kv_head]), over=(1, 1))
     store(pairs_ref.at[*of_head, rows], (scale * products * _decays(total, total)).astype(pairs_ref.dtype))
+
+    if inverse_ref is None:
+        return
 
     n, token = CHUNK // BLOCK, jnp.arange(BLOCK, dtype=jnp.int32)
     parts = [pl.ds(chunk * CHUNK + i * BLOCK, BLOCK) for i in range(n)]
@@ -279,9 +290,12 @@ def _forward_kernel(
             store(states_ref.at[*of_head, chunk, :, columns], before)
         q, k = load(q_ref.at[batch, rows, kv_head]), load(k_ref.at[batch, rows, kv_head])
         since, until, whole = _fades(total_ref, of_head, chunk)
-        new = load(v_ref.at[batch, rows, head, columns]).astype(jnp.float32) - since * dot(k, before)
-        new = load(beta_ref.at[*of_head, rows])[:, None] * new
-        written = new + dot(load(inverse_ref.at[*of_head, rows]), new.astype(k.dtype))
+        written = load(v_ref.at[batch, rows, head, columns]).astype(jnp.float32)
+        if inverse_ref is not None:
+            written -= since * dot(k, before)
+        written *= load(beta_ref.at[*of_head, rows])[:, None]
+        if inverse_ref is not None:
+            written += dot(load(inverse_ref.at[*of_head, rows]), written.astype(k.dtype))
         out = (scale * since) * dot(q, before) + dot(load(pairs_ref.at[*of_head, rows]), written.astype(k.dtype))
         store(out_ref.at[batch, rows, head, columns], out.astype(out_ref.dtype))
         return whole * state + dot(k, (until * written).astype(k.dtype), over=(0, 0))
@@ -320,10 +334,13 @@ def _backward_kernel(
         d_written = until * dot(k, after) + dot(load(pairs_ref.at[*of_head, rows]), d_out, over=(0, 0))
         rounded = d_written.astype(k.dtype)
         store(d_written_ref.at[batch, rows, head, columns], rounded)
-        d_new = d_written + dot(load(inverse_ref.at[*of_head, rows]), rounded, over=(0, 0))
-        d_v = load(beta_ref.at[*of_head, rows])[:, None] * d_new
+        if inverse_ref is not None:
+            d_written += dot(load(inverse_ref.at[*of_head, rows]), rounded, over=(0, 0))
+        d_v = load(beta_ref.at[*of_head, rows])[:, None] * d_written
         store(d_v_ref.at[batch, rows, head, columns], d_v.astype(d_v_ref.dtype))
-        d_state = whole * d_state - dot(k, (since * d_v).astype(k.dtype), over=(0, 0))
+        d_state *= whole
+        if inverse_ref is not None:
+            d_state -= dot(k, (since * d_v).astype(k.dtype), over=(0, 0))
         return d_state + dot(q, ((scale * since) * d_out.astype(jnp.float32)).astype(q.dtype), over=(0, 0))
 
     d_state = lax.fori_loop(0, chunks, step, load(d_last_ref.at[*of_head, :, columns]))
@@ -347,21 +364,29 @@ def _values_kernel(
     d_keys_ref: Any,
     d_beta_ref: Any,
 ) -> None:
-    """Returns the gradients of Q K^T, its diagonal by itself, and of K K^T, below the diagonal."""
+    """Writes the gradients of Q K^T, its diagonal by itself, and of K K^T, below the diagonal."""
     chunk, head, batch = (pl.program_id(axis) for axis in range(3))
     kv_head, of_head = lax.div(head, v_ref.shape[2] // k_ref.shape[2]), (batch, head)
     rows = _rows(chunk)
-    k, inverse = load(k_ref.at[batch, rows, kv_head]), load(inverse_ref.at[*of_head, rows])
     total, beta = load(total_ref.at[*of_head, rows]), load(beta_ref.at[*of_head, rows])
-    since = _power(total)[:, None]
     d_pairs, d_inverse = (jnp.zeros((CHUNK, CHUNK), jnp.float32) for _ in range(2))
+    d_beta = jnp.zeros(CHUNK, jnp.float32)
+    if inverse_ref is not None:
+        k, inverse = load(k_ref.at[batch, rows, kv_head]), load(inverse_ref.at[*of_head, rows])
+        since = _power(total)[:, None]
     for start in range(0, v_ref.shape[3], size["v"]):
         columns = pl.ds(start, size["v"])
-        new = load(v_ref.at[batch, rows, head, columns]).astype(jnp.float32)
-        new -= since * dot(k, load(states_ref.at[*of_head, chunk, :, columns]))
-        d_inverse += dot(load(d_written_ref.at[batch, rows, head, columns]), new.astype(k.dtype), over=(1, 1))
-        new *= beta[:, None]
-        written = (new + dot(inverse, new.astype(k.dtype))).astype(k.dtype)
+        written = load(v_ref.at[batch, rows, head, columns]).astype(jnp.float32)
+        d_written = load(d_written_ref.at[batch, rows, head, columns])
+        if inverse_ref is None:
+            d_beta += jnp.sum(d_written.astype(jnp.float32) * written, axis=1)
+            written *= beta[:, None]
+        else:
+            written -= since * dot(k, load(states_ref.at[*of_head, chunk, :, columns]))
+            d_inverse += dot(d_written, written.astype(k.dtype), over=(1, 1))
+            written *= beta[:, None]
+            written += dot(inverse, written.astype(k.dtype))
+        written = written.astype(written_ref.dtype)
         store(written_ref.at[batch, rows, head, columns], written)
         d_pairs += dot(load(d_out_ref.at[batch, rows, head, columns]), written, over=(1, 1))
     token = jnp.arange(CHUNK, dtype=jnp.int32)
@@ -369,8 +394,11 @@ def _values_kernel(
     store(d_own_ref.at[*of_head, rows], scale * jnp.sum(jnp.where(same, d_pairs, 0), axis=1))
     decays = jnp.where(later, _decays(total, total), 0)
     store(d_pairs_ref.at[*of_head, rows], (scale * d_pairs * decays).astype(d_pairs_ref.dtype))
+    if inverse_ref is None:
+        store(d_beta_ref.at[*of_head, rows], d_beta)
+        return
     # M's gradient is d_inverse times beta, of its columns. That of the matrix that it inverts is -M^T dM M^T.
-    d_beta = jnp.sum((inverse.astype(jnp.float32) + same.astype(jnp.float32)) * d_inverse, axis=0)
+    d_beta += jnp.sum((inverse.astype(jnp.float32) + same.astype(jnp.float32)) * d_inverse, axis=0)
     d_inverse *= beta[None, :]
     d_inverse += dot(inverse, d_inverse.astype(k.dtype), over=(0, 0))
     d_inverse += dot(d_inverse.astype(k.dtype), inverse, over=(1, 1))
@@ -399,12 +427,12 @@ def _keys_kernel(
     d_until_ref: Any,
     d_fade_ref: Any,
 ) -> None:
-    """Returns the gradients of some features of q and k, and their share of those of the decays, by what they decay."""
+    """Writes the gradients of some features of q and k, and their share of those of the decays, by what they decay."""
     part, chunk, which = (pl.program_id(axis) for axis in range(3))
     batch, kv_head = lax.div(which, k_ref.shape[2]), lax.rem(which, k_ref.shape[2])
     rows, features = _rows(chunk), pl.ds(part * size["dim"], size["dim"])
     q, k = load(q_ref.at[batch, rows, kv_head, features]), load(k_ref.at[batch, rows, kv_head, features])
-    group = d_v_ref.shape[2] // k_ref.shape[2]
+    group = d_out_ref.shape[2] // k_ref.shape[2]
 
     def of_head(n: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         d_q, d_k = sums
@@ -412,11 +440,14 @@ def _keys_kernel(
         since, until, whole = _fades(total_ref, (batch, head), chunk)
         vectors = lambda ref: load(ref.at[batch, rows, head])
         state, d_state = (load(ref.at[batch, head, chunk, features]) for ref in (states_ref, d_states_ref))
-        d_pairs, d_keys = (load(ref.at[batch, head, rows]) for ref in (d_pairs_ref, d_keys_ref))
+        d_pairs = load(d_pairs_ref.at[batch, head, rows])
         # As a later token, which decays what is before it; as an earlier one; and as one before the chunk's end.
         of_query = (scale * since) * dot(vectors(d_out_ref), state, over=(1, 1)) + dot(d_pairs, k)
-        later = dot(d_keys, k) - since * dot(vectors(d_v_ref), state, over=(1, 1))
-        earlier = dot(d_pairs, q, over=(0, 0)) + dot(d_keys, k, over=(0, 0))
+        earlier, later = dot(d_pairs, q, over=(0, 0)), jnp.zeros_like(d_k)
+        if d_keys_ref is not None:
+            d_keys = load(d_keys_ref.at[batch, head, rows])
+            later = dot(d_keys, k) - since * dot(vectors(d_v_ref), state, over=(1, 1))
+            earlier += dot(d_keys, k, over=(0, 0))
         left = until * dot(vectors(written_ref), d_state, over=(1, 1))
         dots = lambda x, y: jnp.sum(x.astype(jnp.float32) * y, axis=1)
         store(d_total_ref.at[part, batch, head, rows], dots(q, of_query) + dots(k, later) - dots(k, earlier))

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 
 import jax
 import jax.extend.core
@@ -269,11 +270,16 @@ def in_half(segments, heads, v_heads, dim, v_dim, *, strength):
     return (q, k, v, decay.astype(np.float32), beta.astype(np.float32), state), (d_out, d_last)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
-def run_half(implementation, given, gradients, segments):
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def run_half(implementation, erase, given, gradients, segments):
     def rule(*x):
         out, last = kernels.delta_rule(
-            *x[:-1], Tokens(segments=segments), state=x[-1], scale=SCALE, implementation=implementation
+            *x[:-1],
+            Tokens(segments=segments),
+            state=x[-1],
+            scale=SCALE,
+            erase=erase,
+            implementation=implementation,
         )
         return out.astype(jnp.bfloat16), last
 
@@ -281,14 +287,14 @@ def run_half(implementation, given, gradients, segments):
     return *out, *pull(gradients)
 
 
-def hold_half(segments, *sizes, strength):
+def hold_half(segments, *sizes, strength, erase=True):
     """Compares the fused kernels' results and gradients with those of single tokens in float32."""
     given, gradients = in_half(segments, *sizes, strength=strength)
     for x in given[:-1]:
         x[segments == 0] = np.nan
     exact = (*(x.astype(np.float32) for x in given[:3]), *given[3:])
-    ours = jax.device_get(run_half("triton_fused", given, gradients, segments))
-    theirs = jax.device_get(run_half("reference", exact, gradients, segments))
+    ours = jax.device_get(run_half("triton_fused", erase, given, gradients, segments))
+    theirs = jax.device_get(run_half("reference", erase, exact, gradients, segments))
     for n, (name, one, other) in enumerate(zip(NAMES, ours, theirs, strict=True)):
         if name == "out":
             one, other = (np.where((segments == 0)[..., None, None], 0, x) for x in (one, other))
@@ -302,9 +308,12 @@ def test_fused_kernels(strength):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 2, 128, 128), (2, 2, 64, 256), (1, 3, 128, 64)])
-def test_fused_kernels_of_models_sizes(sizes):
-    hold_half(np.repeat([[1, 2]], [100, 284], axis=1), *sizes, strength=100.0)
+@pytest.mark.parametrize(
+    ("sizes", "erase"),
+    [((1, 2, 128, 128), True), ((2, 2, 64, 256), True), ((1, 3, 128, 64), False), ((1, 1, 16, 16), False)],
+)
+def test_fused_kernels_of_models_sizes(sizes, erase):
+    hold_half(np.repeat([[1, 2]], [100, 284], axis=1), *sizes, strength=100.0, erase=erase)
 
 
 def test_fused_kernels_run_once_where_a_policy_saves_their_results():
@@ -321,23 +330,59 @@ def test_fused_kernels_run_once_where_a_policy_saves_their_results():
     assert loops(jax.checkpoint_policies.save_only_these_names(shared.SAVED)) == [1, 1]
 
 
+@pytest.mark.parametrize("erase", [True, False])
+def test_operations_of_the_fused_kernels_are_those_that_are_counted(erase):
+    given, _ = in_half(HALF_SEGMENTS, 1, 2, 32, 32, strength=1.0)
+    options = dict(scale=SCALE, erase=erase, implementation="triton_fused")
+    rule = lambda *x: kernels.delta_rule(*x[:-1], state=x[-1], **options)[0]
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *x: rule(*x).astype(jnp.float32).sum(), argnums=(0, 5)))(*given).jaxpr
+
+    def products(jaxpr):
+        """Counts multiplications, but not those of blocks of the inverse."""
+        total = 0
+        for eqn in jaxpr.eqns:
+            turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            total += turns * sum(products(inner) for inner in jax.extend.core.jaxprs_in_params(eqn.params))
+            if eqn.primitive.name == "dot_general":
+                ((axis,), _), _ = eqn.params["dimension_numbers"]
+                sides = *eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape[axis]
+                total += math.prod(sides) if sides != (shared.BLOCK,) * 3 else 0
+        return total
+
+    found = {}
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "pallas_call":
+                (name,) = {*re.findall(r"delta_rule_fused_(?:additive_)?(\w+)", str(eqn.params))}
+                found[name] = math.prod(eqn.params["grid_mapping"].grid) * products(eqn.params["jaxpr"])
+            else:
+                for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                    visit(inner)
+
+    visit(jaxpr)
+    tokens = BATCH * 2 * 2 * shared.CHUNK  # of two heads, in two chunks
+    assert (
+        found == {name: tokens * shared.fused_products(name, 32, 32, erase=erase) for name in found} and len(found) == 5
+    )
+
+
 @pytest.mark.parametrize(
-    ("of_arrays", "sizes", "options", "reason"),
+    ("of_arrays", "sizes", "reason"),
     [
-        ({}, (1, 2, 64, 96), {}, "its keys have 16, 32, 64 or 128 features and its values 16, 32, 64, 128 or 256, "
+        ({}, (1, 2, 64, 96), "its keys have 16, 32, 64 or 128 features and its values 16, 32, 64, 128 or 256, "
          "and these have 64 and 96"),
-        ({}, (1, 2, 32, 32), dict(erase=False), "it subtracts what the state answers to a key, and erase is False"),
-        (dict(by_channel=True), (1, 2, 32, 32), {}, "it has one decay for a head, and here each channel has its own"),
-        (dict(dtype=np.float32), (1, 2, 32, 32), {}, "it is for bfloat16, and q, k and v are float32"),
+        (dict(by_channel=True), (1, 2, 32, 32), "it has one decay for a head, and here each channel has its own"),
+        (dict(dtype=np.float32), (1, 2, 32, 32), "it is for bfloat16, and q, k and v are float32"),
     ],
 )  # fmt: skip
-def test_fused_kernels_refuse(of_arrays, sizes, options, reason):
+def test_fused_kernels_refuse(of_arrays, sizes, reason):
     (q, k, v, decay, beta, _), _ = in_half(HALF_SEGMENTS, *sizes, strength=1.0)
     if "dtype" in of_arrays:
         q, k, v = (x.astype(np.float32) for x in (q, k, v))
     if "by_channel" in of_arrays:
         decay = np.repeat(decay[..., None], q.shape[3], axis=3)
-    (choice,) = kernels.explain(functools.partial(kernels.delta_rule, scale=SCALE, **options), q, k, v, decay, beta)
+    (choice,) = kernels.explain(functools.partial(kernels.delta_rule, scale=SCALE), q, k, v, decay, beta)
     assert choice.implementation == "xla" and choice.others["triton_fused"] == reason
 
 

@@ -156,7 +156,7 @@ def test_every_kind_of_kernel():
         Kernel(breakdown.RECURRENCE, 2 * tokens * 2 * 32 * 16, 4 * (tokens * (2 * 16 + 2 * 32) + 8 * (3 + 16) * 32), 1),
         Kernel(
             breakdown.RECURRENCE,
-            2 * 1024 * fused_products("forward", 32, 32),
+            2 * 1024 * fused_products("forward", 32, 32, erase=True),
             2 * 32 * (512 + 2 * 1024) + 4 * (1024 + 2 * 8 * 32 * 32),
             1,
         ),

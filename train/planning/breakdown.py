@@ -348,7 +348,8 @@ def _custom(i: Instruction, home: Computation, seen: float, turns: int) -> Kerne
             return Kernel(GROUPED, 2.0 * math.prod(_shape(i.result)) * inner, moved, 1, EXPERTS[target])
         case "delta_rule", pass_ if pass_.startswith("fused_"):
             (*_, dim), (batch, heads, seq) = arrays[0], next(each for each in arrays if len(each) == 3)
-            products = fused_products(pass_.removeprefix("fused_"), dim, arrays[-1][-1])
+            *additive, kernel = pass_.split("_")[1:]
+            products = fused_products(kernel, dim, arrays[-1][-1], erase=not additive)
             return Kernel(RECURRENCE, 2.0 * batch * heads * seq * products, moved, 1)
         case "delta_rule", _:  # limited by memory, so that the lower rate of TF32 does not matter
             matrices, (*_, v_wide, _) = arrays[1:-2], arrays[-1]  # arrays[-2]: the decay of states
