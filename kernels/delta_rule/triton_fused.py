@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float
 from kernels.backends import blocks
 from kernels.backends.device import device, elsewhere
 from kernels.backends.triton import dot, exp2, launch, load, store
-from kernels.delta_rule.shared import BLOCK, CHUNK, SAVED, fused_products
+from kernels.delta_rule.shared import BLOCK, CHUNK, OUT, STATES, fused_products
 
 
 PLATFORMS = ("gpu",)
@@ -115,8 +115,7 @@ def _delta_rule(scale: float, erase: bool, *given: Array) -> tuple[Array, Array]
 
 def _forward(scale: float, erase: bool, *given: Array) -> tuple[tuple[Array, Array], tuple[_Chunks, Array]]:
     out, last, states, chunks = _run(scale, erase, given, keep=True)
-    named = functools.partial(checkpoint_name, name=SAVED)
-    return (named(out), last), (chunks, named(states))
+    return (checkpoint_name(out, OUT), last), (chunks, checkpoint_name(states, STATES))
 
 
 def _run(scale: float, erase: bool, given: tuple[Array, ...], keep: bool) -> tuple[Array, Array, Array | None, _Chunks]:

@@ -380,8 +380,8 @@ def test_the_loss_has_the_support_of_the_sampler(folder, model):
     prompts = [prompts_.encode(Record("", {"prompt": word}), tokenizer) for word in ("abc ", "hello ")]
     with jax.set_mesh(mesh):
         (batch,), *_ = rollouts.rollout(
-            model, prompts, 0, None, options=o.rollouts, rewards=o.rewards, judges=[lambda *_: 1.0], tokenizer=tokenizer,
-            mesh=mesh, seq_len=o.step.seq_len, dtype="float32", seed=0,
+            model, prompts, 0, None, options=o.rollouts, rewards=o.rewards, judges=[lambda *_: 1.0],
+            tokenizer=tokenizer, mesh=mesh, seq_len=o.step.seq_len, dtype="float32", seed=0,
         )  # fmt: skip
         sums = jax.jit(lambda batch: grpo.objective(model, batch, options=o)[2])(batch)
         x = model.hidden(jnp.asarray(batch["tokens"]), segments=jnp.asarray(batch["segments"]))[0]

@@ -564,10 +564,12 @@ def test_unknown_topologies(text, sentence):
         fleet(text)
 
 
-@pytest.mark.parametrize(("text", "package"), [("v6e:2x4", "libtpu"), ("h200:8", "jax_cuda13_plugin")])
-def test_what_to_install(text, package, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "package", "extra"), [("v6e:2x4", "libtpu", "tpu"), ("h200:8", "jax_cuda13_plugin", "compile")]
+)
+def test_what_to_install(text, package, extra, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=rf"install {package}: pip install -e '\.\[compile\]'"):
+    with pytest.raises(ImportError, match=rf"install {package}: pip install -e '\.\[{extra}\]'"):
         fleet(text)
 
 
