@@ -436,6 +436,26 @@ def test_limits_and_errors_of_functions(folder):
         Host(f"{folder / 'functions.py'}:plain", 20, 1000)
 
 
+def test_a_function_goes_on_from_the_journal(folder, tmp_path):
+    """A function that was killed between two replies is brought to where it was, and goes on."""
+    replies = [{"role": "assistant", "content": content} for content in ("abc", "efg", "aeiou")]
+
+    def ask(count):
+        with (
+            Host(f"{folder / 'functions.py'}:rollout", 20, 1000) as host,
+            contextlib.closing(Journal(tmp_path, 0)) as journal,
+            contextlib.closing(Environment(host, journal, (0, 0))) as made,
+        ):
+            found = [made.ask("reset", {"prompt": "x"}, 1, 2, after=[])]
+            found += [made.ask("resume", reply, after=n) for n, reply in enumerate(replies[:count])]
+            return [response.value for response in (*found, made.ask("reward", after=count))]
+
+    begun, whole = ask(2), ask(3)
+    assert begun[:3] == whole[:3] and begun[3] == 0 and whole[3:] == [None, 0.5]
+    assert whole[1]["new"] == [{"role": "user", "content": "more abc"}] and not whole[1]["other"]
+    assert whole[2] == {"new": [{"role": "user", "content": "judge efg"}], "other": True}
+
+
 VERIFIERS = """
 import json
 
