@@ -103,7 +103,8 @@ def kernels(text: str, seen: float = 1.0, filled: float = 1.0) -> list[Kernel]:
     Args:
         seen: the share of all pairs of a row's tokens that attention's kernels compute, such as a half. Kernels of
             encoders, whose mask is `kernels.Full`, compute all.
-        filled: the share of rows with tokens in the buffers of products by expert; only these rows are computed.
+        filled: the share of rows with tokens in the buffers of products by expert; only these rows are read and
+            computed, while results are written whole, with zeros.
     """
     computations = dict(hlo.parse(text))
     entry = next(name for name in computations if name.startswith("ENTRY "))
@@ -123,8 +124,7 @@ def kernels(text: str, seen: float = 1.0, filled: float = 1.0) -> list[Kernel]:
                     found = visit(called, times, turns)
                     yield from map(_aside, found) if i.op == "async-start" else found
             elif LIBRARY.search(i.line) or (i.op not in FREE and re.sub("-(start|done)$", "", i.op) not in hlo.KINDS):
-                each = _kernel(i, program[name], seen, turns)._replace(times=times)
-                each = each._replace(flops=each.flops * filled) if each.kind == GROUPED else each
+                each = _kernel(i, program[name], seen, filled, turns)._replace(times=times)
                 yield _aside(each) if " fusion-start(" in i.line else each
 
     return list(visit(entry, 1, 1))
@@ -247,12 +247,12 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in found[1].split(",") if n) if found else ()
 
 
-def _kernel(i: Instruction, home: Computation, seen: float, turns: int) -> Kernel:
+def _kernel(i: Instruction, home: Computation, seen: float, filled: float, turns: int) -> Kernel:
     """Describes one kernel: of a fusion, or of a single instruction, in a loop of `turns` turns."""
     inside = list(home.inside(i))
     # A library's kernel that gets a part of an array by its address is in a fusion, too.
     if call := next((each for each in inside if LIBRARY.search(each[0].line)), None):
-        return _custom(*call, seen, turns)
+        return _custom(*call, seen, filled, turns)
     moved = sum(home.operand(i, n) for n in range(len(i.operands))) + home.written(i.name)
     flops = sum(_flops(each, at) for each, at in inside)
     arithmetic = {each.op for each, _ in inside if each.op not in MOVES and not _of_index(each)}
@@ -306,7 +306,7 @@ def _product(result: str, side: str, contracted: Iterable[str | int]) -> float:
     return 2.0 * math.prod(_shape(result)) * math.prod(shape[int(n)] for n in contracted if n != "")
 
 
-def _custom(i: Instruction, home: Computation, seen: float, turns: int) -> Kernel:
+def _custom(i: Instruction, home: Computation, seen: float, filled: float, turns: int) -> Kernel:
     """Describes a kernel of ours or of a library.
 
     If an array's first axis is as long as the loop has turns, such as all layers' weights, each turn reads one part. In
@@ -340,12 +340,11 @@ def _custom(i: Instruction, home: Computation, seen: float, turns: int) -> Kerne
             backward = pass_ != "forward"
             flops = seen * (float(stated[1]) if stated else flops)
             return Kernel(BACKWARD if backward else FORWARD, flops, moved, 1, ATTENTION[target][backward])
-        case "ragged_dot", "dw" | "tn":
-            (rows, outs), (_, ins) = (each for each in arrays if len(each) == 2)
-            return Kernel(GROUPED, 2.0 * rows * outs * ins, moved, 1, EXPERTS[target])
-        case "ragged_dot", _:
-            inner = next(each[1] for each in arrays if len(each) == 2)
-            return Kernel(GROUPED, 2.0 * math.prod(_shape(i.result)) * inner, moved, 1, EXPERTS[target])
+        case "ragged_dot", pass_:
+            moved -= (1 - filled) * sum(_bytes(text) for text in texts if len(_shape(text)) == 2)  # are not read
+            (rows, outs), *others = (each for each in arrays if len(each) == 2)
+            terms = rows * outs * (others[0][1] if pass_ in ("dw", "tn") else _shape(i.result)[1])
+            return Kernel(GROUPED, 2.0 * filled * terms, moved, 1, EXPERTS[target])
         case "delta_rule", pass_ if pass_.startswith("fused_"):
             (*_, dim), (batch, heads, seq) = arrays[0], next(each for each in arrays if len(each) == 3)
             *additive, kernel = pass_.split("_")[1:]
