@@ -18,14 +18,14 @@ import pytest
 import zoo
 from tests import hurry
 from tests.reliability import trials
-from tests.train.conftest import command
+from tests.train.conftest import command, documents
 from tests.transcripts import ROOT
 from tests.zoo import tiny
 from train import grpo
 from train.data.records import Record
 from train.environments import calculator, guess
 from train.environments import python as python_
-from train.methods import environments, trajectories
+from train.methods import environments, rollouts, trajectories
 from train.methods.environments import Environment, EnvironmentOptions, Host, Journal
 from train.step import loss
 from train.step.language import features
@@ -296,7 +296,7 @@ def test_a_trajectory_with_a_tool():
     assert tokenizer.decode(learnt, special=True) == end.join([*replies, ""])
     whole = tokenizer.decode(at.branches[0].tokens, special=True)
     assert "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n408\n</tool_response><|im_end|>" in whole
-    rows = trajectories._rows([at], np.array([0.5]), 400, False)
+    rows = rollouts.packed(trajectories._texts([at], np.array([0.5]), False), 1, tokenizer)
     assert rows["loss_mask"].sum() == len(learnt) and (rows["targets"][rows["loss_mask"] == 1] == learnt).all()
     assert (rows["old"][rows["loss_mask"] == 1] == -1).all() and not rows["old"][rows["loss_mask"] == 0].any()
 
@@ -355,7 +355,7 @@ def sample(folder, model):
         with Host(f"{folder / 'game.py'}:Game", 20, 100) as game, jax.set_mesh(mesh):
             return trajectories.rollout(
                 model, records, 3, run, host=game, chats=trajectories.Chats(tokenizer, game.tools, "split"),
-                environment=o.environments, options=o.rollouts, rewards=o.rewards, mesh=mesh, seq_len=150,
+                environment=o.environments, options=o.rollouts, rewards=o.rewards, mesh=mesh, rows=2, seq_len=150,
                 dtype="float32", seed=0,
             )  # fmt: skip
 
@@ -367,18 +367,18 @@ def equal(a, b):
 
 
 def test_rollouts(folder, model, sample, monkeypatch):
-    """Rows hold what the model saw, their targets what it drew, with its own log-probabilities; and they are the same
+    """Texts hold what the model saw, their targets what it drew, with its own log-probabilities; and they are the same
     whichever answer comes first.
     """
     (rows,), numbers, samples = sample()
     tokenizer, drawn = zoo.tokenizer(folder / "model"), rows["loss_mask"] == 1
-    assert rows["tokens"].shape == (16, 150) and numbers["branches"] == 1
+    texts = [text for _, text in documents(rows)]
+    assert len(texts) == 16 and len(rows["tokens"]) == 2 and numbers["branches"] == 1
     several = 0
-    for row in range(16):
-        n = rows["segments"][row].sum()
-        text = tokenizer.decode([*rows["tokens"][row, :n], rows["targets"][row, n - 1]], special=True)
+    for each in texts:
+        text = tokenizer.decode([*each["tokens"], each["targets"][-1]], special=True)
         turns = text.split("a ", 1)[1]
-        learnt = tokenizer.decode(rows["targets"][row][drawn[row]], special=True)
+        learnt = tokenizer.decode(each["targets"][each["loss_mask"] == 1], special=True)
         assert text.startswith("u ") and learnt.count("<end>") + (not learnt.endswith("<end>")) >= 1
         several += learnt.count("<end>") > 1
         for answer in learnt.split("<end>")[:-1]:
@@ -398,13 +398,11 @@ def test_rollouts(folder, model, sample, monkeypatch):
 
 
 def test_split_trajectories(folder, sample):
-    """Where the template rewrites the past, each turn is a row, and its trajectory's advantage is theirs."""
+    """Where the template rewrites the past, each turn is a text, and its trajectory's advantage is theirs."""
     (rows,), numbers, _ = sample(str(folder / "forgets.jinja"))
-    assert numbers["branches"] > 1 and len(rows["tokens"]) == 32
-    used = rows["segments"].any(axis=1)
-    assert used.sum() == round(numbers["branches"] * 16) and not rows["loss_mask"][~used].any()
-    masks = rows["loss_mask"][used]
-    assert (np.abs(np.diff(masks, axis=1)).sum(axis=1) <= 2).all(), "the targets of a row are one turn"
+    texts = [text for _, text in documents(rows)]
+    assert numbers["branches"] > 1 and len(texts) == round(numbers["branches"] * 16)
+    assert all(np.abs(np.diff(text["loss_mask"])).sum() <= 2 for text in texts), "the targets of a text are one turn"
 
 
 def test_the_journal(folder, sample, tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ class EnvironmentOptions(OptionGroup):
     """Largest number of characters of a tool's result."""
     past: Literal["split", "refuse"] = option("split", rare=True)
     """Action where the chat template writes past turns anew, such as without their reasoning. split: the trajectory is
-    learnt in several rows, each as the model saw it. refuse: the run ends."""
+    learnt in several texts, each as the model saw it. refuse: the run ends."""
 
 
 @dataclasses.dataclass(frozen=True)

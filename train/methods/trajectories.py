@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 import pathlib
 import time
 import warnings
@@ -22,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int
 
 from train.base import cluster
 from train.data.record import Record
@@ -30,16 +29,15 @@ from train.methods.environments import Environment, EnvironmentOptions, Host, Jo
 from train.methods.rollouts import (
     RewardOptions,
     RolloutOptions,
+    Text,
     advantages_of,
+    batches_of,
     dull,
-    padding_rows,
     pass_at,
-    shuffled,
     with_signal,
 )
 from train.state.mesh import generating
 from train.step.task import Rolled
-from zoo.generation.decoding import bucket
 from zoo.generation.engine import Completion, Engine
 from zoo.generation.sampling import Sampling
 from zoo.nn.model import AbstractModel
@@ -121,7 +119,7 @@ class Chats:
             raise ValueError(
                 f"The chat template of {tokenizer.folder} writes turns of the past anew, such as without their "
                 "reasoning, so the next prompt does not begin with the tokens that were drawn. With --past split such "
-                "a trajectory is learnt in several rows."
+                "a trajectory is learnt in several texts."
             )
         return whole, tokenizer.encode_marked(whole)[0], True
 
@@ -162,6 +160,7 @@ class Branch:
 
     tokens: list[int]
     logprobs: list[float | None]
+    experts: Int[np.ndarray, "tokens layers choices"] | None = None  # those that tokens had, see --router-replay
 
 
 @dataclasses.dataclass(eq=False)
@@ -194,6 +193,7 @@ class Trajectory:
         if (done := self.completion) is not None:
             self.branches[-1].tokens += done.tokens
             self.branches[-1].logprobs += done.logprobs
+            self.branches[-1].experts = done.records.get("experts")
         if move.tokens and not move.end:
             if move.anew:
                 self.branches.append(Branch([], []))
@@ -288,19 +288,20 @@ def rollout(
     options: RolloutOptions,
     rewards: RewardOptions,
     mesh: Mesh,
+    rows: int,
     seq_len: int,
     dtype: str,
     seed: int,
 ) -> Rolled:
     """Samples trajectories for step `n` of `train.grpo`: `options.group` of each record.
 
-    A row has a trajectory, or the part of one whose beginning the chat template has not written anew, in the arrays of
-    `train.methods.rollouts.rollout`. Its targets are the tokens that were drawn. Rows beyond these are padding, so that
-    there are few numbers of rows.
+    The batches have `packed` texts. Each is a trajectory, or the part of one whose beginning the chat template has not
+    written anew.
 
     Args:
         folder: that of the run, which has a journal; None: no answers are kept.
-        seq_len: number of tokens of a row.
+        rows: number of rows of a batch.
+        seq_len: largest number of tokens of a trajectory, the last one aside.
         dtype: the dtype in which the model samples.
 
     Raises:
@@ -323,6 +324,7 @@ def rollout(
             engine = Engine(
                 sampling, batch=min(options.rollout_batch, len(groups) * options.group), max_tokens=seq_len + 1,
                 stops=chats.tokenizer.eos, cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
+                record=options.record,
             )  # fmt: skip
             _play(engine, groups, players, options, seed)
         return groups, np.array([[[each.last.reward] for each in group] for group in groups], np.float32)
@@ -337,7 +339,7 @@ def rollout(
     if problems:
         warnings.warn(f"--environment {environment.environment}: {problems[0]}. Such count as 0.", stacklevel=2)
     advantages = advantages_of(worth, rewards)
-    rows = _rows(list(itertools.chain(*learnt)), advantages, seq_len, options.mask_truncated)
+    texts = _texts(list(itertools.chain(*learnt)), advantages, options.mask_truncated)
     numbers = {
         "reward": float(total.mean()),
         "reward_deviation": float(total.std(axis=1).mean()),
@@ -351,7 +353,7 @@ def rollout(
     if options.redraws:
         numbers["without_signal"] = float(np.mean(dull(worth, rewards)))
     samples = [_sample(group[0]) for group in groups[:SHOWN]]
-    return Rolled(shuffled(rows, options, seed + n), numbers, samples)
+    return Rolled(batches_of(texts, options, rows, seed + n, chats.tokenizer), numbers, samples)
 
 
 def described(host: Host, record: Record) -> str:
@@ -449,31 +451,18 @@ def _oldest(folder: pathlib.Path, updates: int) -> int:
     return min(found, default=0) // updates
 
 
-def _rows(
-    trajectories: Sequence[Trajectory],
-    advantages: Float[np.ndarray, " trajectories"],
-    seq_len: int,
-    mask_truncated: bool,
-) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
-    """Returns the rows of trajectories. With `mask_truncated`, truncated ones have none."""
-    branches = [
-        (branch, advantage)
-        for each, advantage in zip(trajectories, advantages, strict=True)
-        if each.last.end == "done" or not mask_truncated
-        for branch in each.branches
-        if any(logprob is not None for logprob in branch.logprobs)
-    ]
-    count = len(trajectories)
-    rows = padding_rows(count * bucket(max(1, math.ceil(len(branches) / count)), 1), seq_len)
-    for row, (branch, advantage) in enumerate(branches):
-        drawn = np.array([logprob is not None for logprob in branch.logprobs])
-        end = int(np.flatnonzero(drawn)[-1])
-        rows["tokens"][row, :end], rows["targets"][row, :end] = branch.tokens[:end], branch.tokens[1 : end + 1]
-        rows["loss_mask"][row, :end], rows["segments"][row, :end] = drawn[1 : end + 1], 1
-        rows["positions"][row, :end] = np.arange(end)
-        rows["advantages"][row] = advantage
-        rows["old"][row, :end] = [logprob or 0.0 for logprob in branch.logprobs[1 : end + 1]]
-    return rows
+def _texts(
+    trajectories: Sequence[Trajectory], advantages: Float[np.ndarray, " trajectories"], mask_truncated: bool
+) -> list[Text]:
+    """Returns the texts of trajectories, one for each branch. With `mask_truncated`, truncated ones have none."""
+    texts = []
+    for each, advantage in zip(trajectories, advantages, strict=True):
+        for branch in each.branches if each.last.end == "done" or not mask_truncated else ():
+            drawn = [n for n, logprob in enumerate(branch.logprobs) if logprob is not None]
+            if drawn:
+                end = drawn[-1] + 1
+                texts.append(Text(branch.tokens[:end], branch.logprobs[:end], float(advantage), experts=branch.experts))
+    return texts
 
 
 def _numbers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -504,5 +493,5 @@ def _sample(trajectory: Trajectory) -> dict[str, Any]:
         "messages": trajectory.messages,
         "reward": last.reward,
         "end": last.end,
-        "branches": [dataclasses.asdict(branch) for branch in trajectory.branches],
+        "branches": [{"tokens": each.tokens, "logprobs": each.logprobs} for each in trajectory.branches],
     }
