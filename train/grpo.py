@@ -10,16 +10,22 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import grain
 import jax
 import jax.numpy as jnp
+import numpy as np
 import rich
 import tyro
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Shaped
 
 import train.tiny
 import zoo
+from kernels.mesh import BATCH, STAGE
 from train.base.command import command
 from train.base.options import Flat, Group, option
 from train.data import rewards
@@ -31,21 +37,37 @@ from train.data.records import Record, open_records
 from train.methods import trajectories
 from train.methods.environments import EnvironmentOptions, Host
 from train.methods.judges import NAME, Judge
-from train.methods.rollouts import RewardOptions, RolloutOptions, padding_rows, rollout, support_rows, try_rewards
+from train.methods.rollouts import (
+    TEXTS,
+    RewardOptions,
+    RolloutOptions,
+    padding_rows,
+    rollout,
+    rows_of,
+    support_rows,
+    try_rewards,
+)
 from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
+from train.state.mesh import in_order, put_batch
 from train.state.optim import OptimizerOptions
 from train.state.remat import StepOptions
 from train.step import loss
 from train.step.language import features
 from train.step.step import Batch, Losses, Scalars
-from train.step.task import Task
+from train.step.task import Rolled, Task
 from zoo import lora
 from zoo.generation.generate import Encoded
 from zoo.mesh import make_mesh
+from zoo.nn.layers import AbstractExpertLinear
 from zoo.nn.model import AbstractModel
+from zoo.nn.routing import replayed
 from zoo.nn.stack import Reports
+from zoo.registry import family_of
 from zoo.source import Source
+from zoo.surgery import cast, modules
+from zoo.weights.checkpoint import skeleton
+from zoo.weights.gather import gathered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +121,38 @@ class GRPOOptions(finetune.FineTuningOptions):
         return ("vision",) * self.vision
 
 
+def logprobs(
+    model: AbstractModel, batch: Batch, *, options: GRPOOptions
+) -> tuple[tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]], Reports]:
+    """Computes each target's log-probability and entropy at the temperature of sampling, and the layers' reports."""
+    x, reports = features(model, batch)
+    unembed = lambda x: model.unembed(x).astype(jnp.float32) / options.rollouts.temperature
+    if "support" in batch:
+        return loss.logprobs_among(unembed, x, batch["targets"], batch["support"]), reports
+    return loss.logprobs(unembed, x, batch["targets"]), reports
+
+
+def acting(model: AbstractModel, batch: Batch) -> AbstractModel:
+    """Returns the model that learns from a batch, with the batch's experts if it has them (--router-replay)."""
+    return replayed(model, batch["experts"]) if "experts" in batch else model
+
+
+def rescored(
+    rolled: Rolled, model: AbstractModel, mesh: Mesh, score: Callable[..., Float[Array, "batch seq"]]
+) -> Rolled:
+    """Replaces the sampler's log-probabilities of a rollout, "old", by the trainer's; the sampler's are "sampled".
+
+    Args:
+        score: (model, placed batch) -> the log-probabilities of the targets.
+    """
+
+    def of_trainer(batch: Mapping[str, Shaped[np.ndarray, "rows ..."]]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
+        found = in_order(gathered(score(model, put_batch(batch, mesh, model))), mesh, model)
+        return {**batch, "old": np.where(batch["loss_mask"] != 0, found, 0), "sampled": batch["old"]}
+
+    return rolled._replace(batches=[of_trainer(batch) for batch in rolled.batches])
+
+
 def objective(
     model: AbstractModel,
     batch: Batch,
@@ -109,43 +163,43 @@ def objective(
 ) -> Losses:
     """Computes the loss of completions, for `train.step.step.train_step`; see `train.step.loss`.
 
-    Beside the usual arrays, a batch has "advantages" and "old", the log-probabilities with which its targets were
-    drawn. `reference` is the model to stay near to, if `o.kl`; None means this model without its adapters. The sums are
-    "loss", "entropy", "clipped" (the fraction of tokens), "drift" (the distance of log-probabilities from "old") and,
-    if `o.kl`, "kl".
+    Beside the usual arrays, a batch has "advantages" and "old", the log-probabilities with which its targets were drawn
+    (`train.methods.rollouts.packed`); or as the trainer computes them, and then "sampled" are the sampler's
+    (`rescored`). With "experts" the model that learns sends tokens to these. `reference` is the model to stay near to,
+    if `o.kl`; None means this model without its adapters. The sums are "loss", "entropy", "clipped" (the fraction of
+    tokens), "drift" (the distance of log-probabilities from "old"), "mismatch" (that of "old" from "sampled", if there
+    are both) and, if `o.kl`, "kl".
     """
     mask = batch["loss_mask"]
-
-    def logprobs(model: AbstractModel) -> tuple[Any, Reports]:
-        x, reports = features(model, batch)
-        unembed = lambda x: model.unembed(x).astype(jnp.float32) / options.rollouts.temperature
-        if "support" in batch:
-            return loss.logprobs_among(unembed, x, batch["targets"], batch["support"]), reports
-        return loss.logprobs(unembed, x, batch["targets"]), reports
-
-    (logps, entropy), reports = logprobs(model)
+    of_texts: Any = dict(segments=batch["segments"], mask=mask, documents=TEXTS)
+    (logps, entropy), reports = logprobs(acting(model, batch), batch, options=options)
     drawn, above = (logps, batch["old"], batch["advantages"], mask), options.epsilon_high or options.epsilon
+    if options.level == "sequence":
+        drawn = (*(loss.document_means(a, **of_texts) for a in drawn[:2]), *drawn[2:])
     match options.loss:
         case "cispo":
             values, clipped = loss.cispo(*drawn, epsilon_high=above)
         case "sapo":
             values, clipped = loss.sapo(*drawn), jnp.zeros(mask.shape, bool)
         case _:
-            values, clipped = loss.clipped_policy(
-                *drawn, epsilon_low=options.epsilon, epsilon_high=above, level=options.level
-            )
+            values, clipped = loss.clipped_policy(*drawn, epsilon_low=options.epsilon, epsilon_high=above)
     if options.high_entropy < 1:
         values = jnp.where(loss.of_high_entropy(entropy, mask, options.high_entropy), values, 0)
     metrics = {"entropy": entropy, "clipped": clipped.astype(jnp.float32), "drift": jnp.abs(logps - batch["old"])}
+    if "sampled" in batch:
+        metrics["mismatch"] = jnp.abs(batch["old"] - batch["sampled"])
+        if options.rollouts.importance != "none":
+            values *= loss.importance(batch["old"], batch["sampled"], mask, options.rollouts.importance)
     if options.kl:
-        (there, _), _ = jax.lax.stop_gradient(logprobs(lora.bare(model) if reference is None else reference))
+        other = lora.bare(model) if reference is None else reference
+        (there, _), _ = jax.lax.stop_gradient(logprobs(other, batch, options=options))
         metrics["kl"] = loss.kl_k3(logps, there)
         values += options.kl * metrics["kl"]
     # Metrics are averaged over tokens, whatever --loss is.
     size = options.rollouts.max_new_tokens if options.loss == "dr_grpo" else 1
     how: Any = {"cispo": "dapo", "sapo": "grpo"}.get(options.loss, options.loss)
-    mean = lambda values: size * loss.aggregate(values, mask, "dapo" if how == "dapo" else "grpo")[0]
-    total, count = loss.aggregate(values, mask, how, max_length=options.rollouts.max_new_tokens)
+    mean = lambda values: size * loss.aggregate(values, how="dapo" if how == "dapo" else "grpo", **of_texts)[0]
+    total, count = loss.aggregate(values, how=how, max_length=options.rollouts.max_new_tokens, **of_texts)
     sums = {name: mean(values) for name, values in metrics.items()} | {"loss": total}
     return total, count, jax.lax.stop_gradient(sums), reports
 
@@ -185,6 +239,16 @@ def main(o: GRPOOptions) -> None:
         raise ValueError(f"--credit turn compares turns as grpo does; leave out --advantages {o.rewards.advantages}.")
     if environment:
         o.refuse_vision("environments have texts alone")
+    if o.rollouts.router_replay and not any(modules(skeleton(family_of(config), config), AbstractExpertLinear)):
+        raise ValueError(f"--router-replay: {o.model} has no experts; leave it out.")
+    if o.rollouts.importance != "none" and not o.rollouts.exact_rollouts:
+        raise ValueError(
+            f"--importance {o.rollouts.importance} compares the trainer with the sampler: it needs --exact-rollouts."
+        )
+    if o.rollouts.one_step_off and jax.process_count() > 1:
+        raise ValueError("--one-step-off is for one process; several would begin their programs in different orders.")
+    if o.rollouts.router_replay and mesh.shape[STAGE] > 1:
+        raise ValueError("--router-replay needs a mesh without stage; split the layers' matrices by fsdp or tensor.")
     if environment == "python":
         rewards.find("python")  # warns of what this system can't forbid
     embedded = o.data == str(train.tiny.INSTRUCTIONS)  # short prompts, for a small model
@@ -224,21 +288,29 @@ def main(o: GRPOOptions) -> None:
 
     # ----------------------------------------------------------------------------------------------------------- train
     o = resolve_steps(o, o.optim.steps)
+    shares = math.prod(mesh.shape[axis] for axis in BATCH)
     sampling: Any = dict(
-        options=o.rollouts, rewards=o.rewards, mesh=mesh, seq_len=seq_len, dtype=o.step.compute_dtype, seed=o.seed
-    )
+        options=o.rollouts, rewards=o.rewards, mesh=mesh, rows=rows_of(o.step.batch, shares * o.step.microbatches),
+        dtype=o.step.compute_dtype, seed=o.seed,
+    )  # fmt: skip
     with contextlib.ExitStack() as processes:
         if environment:
             limits = o.environments.tool_seconds, o.environments.tool_output
             host = processes.enter_context(Host(environment, *limits))
             chats = trajectories.Chats(tokenizer, host.tools, o.environments.past)
             sample = functools.partial(
-                trajectories.rollout, host=host, chats=chats, environment=o.environments, **sampling
+                trajectories.rollout, host=host, chats=chats, environment=o.environments, seq_len=seq_len, **sampling
             )
             if o.dry_run:
                 rich.print(f"The environment {environment} has {trajectories.described(host, next(iter(records)))}.")
         else:
             sample = functools.partial(rollout, judges=judges, tokenizer=tokenizer, **sampling)
+        if o.rollouts.exact_rollouts:
+            score = jax.jit(
+                lambda model, batch: logprobs(acting(cast(model, o.step.compute_dtype), batch), batch, options=o)[0][0]
+            )
+            sampled = sample
+            sample = lambda model, *of: rescored(sampled(model, *of), model, mesh, score)
         task = Task(
             data,
             functools.partial(objective, options=o),
@@ -247,6 +319,7 @@ def main(o: GRPOOptions) -> None:
             prompts=[Encoded(prompt.ids, prompt.images) for prompt in looked_at[:3]],
             rollout=sample,
             metric="reward",
+            one_step_off=o.rollouts.one_step_off,
             updates=o.rollouts.iterations * minibatches,
             beside=[judge.model for judge in judges if isinstance(judge, Judge)],
             example=padding_rows(o.step.batch, seq_len)

@@ -41,6 +41,14 @@ class Bigram(AbstractModel):
         return x
 
 
+def documents(batch):
+    """Yields the row of each document of a batch, and the document's part of each array."""
+    for row, segments in enumerate(np.asarray(batch["segments"])):
+        for n in range(1, segments.max() + 1):
+            of_tokens = {name: a for name, a in batch.items() if name not in ("patches", "grids")}
+            yield row, {name: a[row][segments == n] for name, a in of_tokens.items()}
+
+
 def unspaced(text):
     """Returns a text without white space: where lines are wrapped depends on the length of the paths in them."""
     return "".join(text.split())

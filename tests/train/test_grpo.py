@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import zoo
-from tests.train.conftest import Bigram, command
+from tests.train.conftest import Bigram, command, devices, documents
 from tests.zoo import tiny
 from train import grpo
 from train.base.stop import StopRequest
@@ -23,13 +23,19 @@ from train.data import rewards
 from train.data.records import Record
 from train.methods import rollouts
 from train.methods.judges import Judge
+from train.run import ahead
 from train.state.state import init_state
+from train.step.language import features
+from train.step.microbatches import filled_up
 from train.step.step import Recipe, jit_train_step
+from train.step.task import Rolled
 from zoo import lora
 from zoo.generation import sampling
 from zoo.generation.engine import Completion
 from zoo.mesh import make_mesh
 from zoo.nn.heads import ClassificationHead, RewardHead
+from zoo.nn.moe import choices_of_each_token
+from zoo.nn.routing import experts_of
 from zoo.surgery import with_head
 
 
@@ -153,6 +159,112 @@ def test_objective(folder, batch, expected):
         assert metrics["clipped"] > 0 or loss in ("cispo", "sapo"), "in golden_trl.json CISPO clips some"
 
 
+def random_batch():
+    batch = rollouts.packed(random_texts([9, 4, 12, 5]), 2, zoo.tokenizer("tiny"))
+    far = np.random.RandomState(4).uniform(0.4, 1.8, batch["old"].shape)
+    return batch | {"old": (batch["old"] * far).astype(np.float32)}
+
+
+def random_texts(lengths):
+    """Returns texts of these numbers of tokens, of which some are drawn."""
+    random = np.random.RandomState(2)
+    texts = []
+    for length in lengths:
+        drawn = random.rand(length) < 0.6
+        drawn[0], drawn[-1] = False, True
+        logprobs = [float(-4 + 0.3 * random.randn()) if each else None for each in drawn]
+        texts.append(rollouts.Text(random.randint(0, 63, length).tolist(), logprobs, float(random.randn())))
+    return texts
+
+
+def test_packed_texts_are_learnt_as_unpacked_ones(folder, model):
+    """All losses and their gradients together, of a model with attention, equal those of a row for each text."""
+    tokenizer, texts = zoo.tokenizer(folder / "model"), random_texts([9, 4, 12, 5, 3, 7, 2])
+    packed, alone = filled_up(rollouts.packed(texts, 3, tokenizer), 7), rollouts.packed(texts, 7, tokenizer)
+    assert packed["segments"].max(axis=1).tolist().count(0) == 4 and alone["segments"].max() == 1
+    assert packed["segments"].max(axis=1).sum() == 7 and (packed["segments"] != 0).sum() == 42 - 7
+    assert packed["tokens"].shape == alone["tokens"].shape == (7, 16)
+    weights = dict(zip(CASES, (1.0, 0.3, 0.7, -0.4, 0.6), strict=True))
+
+    @jax.jit
+    @jax.value_and_grad
+    def losses(model, batch):
+        found = 0.0
+        for loss, weight in weights.items():
+            o = objective_options(folder, loss).changed(kl=0.0, high_entropy=0.5 if loss == "dapo" else 1.0)
+            total, count, *_ = grpo.objective(model, batch, options=o)
+            found += weight * total / count
+        return found
+
+    (value, gradients), (expected, of_each) = losses(model, packed), losses(model, alone)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradients, of_each)
+
+
+def test_router_replay(tmp_path, monkeypatch):
+    """An update's experts are those that tokens had while sampling."""
+    tiny.write(tmp_path, "qwen3_moe", eos_token_id=63)
+    tiny.write_tokenizer(tmp_path)
+    o = options(tmp_path, pathlib.Path(), router_replay=True)
+    tokenizer, model = zoo.tokenizer(tmp_path), zoo.load(tmp_path, dtype="float32")
+    prompts = [prompts_.encode(Record("here", {"prompt": word}), tokenizer) for word in ("abc ", "hello ")]
+    mesh = make_mesh("fsdp=1", jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        (batch,), *_ = rollouts.rollout(
+            model, prompts, 0, None, options=o.rollouts, rewards=o.rewards, judges=[lambda text, _: float(len(text))],
+            tokenizer=tokenizer, mesh=mesh, rows=1, dtype="float32", seed=0,
+        )  # fmt: skip
+        batch = {name: jnp.asarray(a) for name, a in batch.items()}
+
+        @jax.jit
+        def own_of(model, batch):
+            with choices_of_each_token():
+                return experts_of(model.layers, features(model, batch)[1])
+
+        own, there = own_of(model, batch), batch["segments"] != 0
+        assert (batch["experts"][there] == own[there]).all() and batch["experts"].max() > 0
+        sums = jax.jit(lambda batch: grpo.objective(model, batch, options=o)[2])
+        others = batch | {"experts": jnp.flip(batch["experts"], axis=1)}
+        drift, moved = (float(sums(each)["drift"]) / int(batch["loss_mask"].sum()) for each in (batch, others))
+    assert drift < 1e-5 and moved > 1e-3
+    devices(monkeypatch, 2)
+    with pytest.raises(ValueError, match="--router-replay needs a mesh without stage"):
+        grpo.main(o.changed(model=str(tmp_path), mesh="stage=2"))
+
+
+def test_exact_rollouts(folder):
+    """The trainer's own log-probabilities take the place of the sampler's, and weights compare the two."""
+    o = options(folder, pathlib.Path(), exact_rollouts=True, importance="truncate")
+    model, batch = Bigram(jnp.asarray(np.random.RandomState(3).normal(size=(64, 64)), jnp.float32)), random_batch()
+    mesh = make_mesh("fsdp=1", jax.devices()[:1])
+    score = jax.jit(lambda model, batch: grpo.logprobs(model, batch, options=o)[0][0])
+    with jax.set_mesh(mesh):
+        (scored,), *_ = grpo.rescored(Rolled([batch], {}), model, mesh, score)
+        found = {
+            how: jax.jit(functools.partial(grpo.objective, options=o.changed(importance=how)))(model, scored)
+            for how in ("none", "truncate", "icepop")
+        }
+    drawn = batch["loss_mask"] == 1
+    assert found["none"][2]["drift"] == 0 < found["none"][2]["mismatch"]
+    assert (scored["sampled"] == batch["old"]).all() and (scored["old"][~drawn] == 0).all()
+    ratio = np.exp(scored["old"] - batch["old"])
+    weights = {"none": 1, "truncate": np.minimum(ratio, 2), "icepop": np.where((ratio > 0.5) & (ratio < 5), ratio, 0)}
+    assert (ratio[drawn] > 5).any() and (ratio[drawn] < 0.5).any()
+    for how, weight in weights.items():
+        np.testing.assert_allclose(found[how][0], -(weight * batch["advantages"])[drawn].sum(), rtol=1e-4)
+
+
+def test_numbers_of_rows(folder):
+    assert [rollouts.few(n) for n in (0, 1, 16, 17, 500, 513, 1024, 1025)] == [16, 16, 16, 32, 512, 544, 1024, 1088]
+    assert [rollouts.rows_of(n, 2) for n in (1, 16, 17, 64)] == [2, 2, 4, 8]
+    with pytest.raises(ValueError, match=r"65 texts do not fit 1 rows of at most 64.*fewer --turns"):
+        rollouts.packed(random_texts([2] * 65), 1, zoo.tokenizer(folder / "model"))
+    batch = {"tokens": np.ones((3, 2), int), "segments": np.ones((3, 2), int), "loss_mask": np.ones((3, 2), int)}
+    filled = filled_up(batch, 4)
+    assert len(filled["tokens"]) == 4 and filled["segments"].sum() == filled["loss_mask"].sum() == 6
+    assert len(filled_up(batch, 3)["tokens"]) == 3
+
+
 def test_the_reference_is_the_model_without_adapters(folder, model, batch):
     o, base = options(folder, pathlib.Path(), kl=0.1), model
     adapted = lora.add(base, rank=2, alpha=2.0, key=jax.random.key(0))
@@ -171,26 +283,26 @@ def test_rollout(folder, model):
     mesh, judges = make_mesh("fsdp=1", jax.devices()[:1]), [rewards.find(name) for name in o.rewards.reward]
     sample = functools.partial(
         rollouts.rollout, model, prompts, folder=None, options=o.rollouts, rewards=o.rewards, judges=judges,
-        tokenizer=tokenizer, mesh=mesh, seq_len=o.step.seq_len, dtype="float32", seed=o.seed,
+        tokenizer=tokenizer, mesh=mesh, rows=2, dtype="float32", seed=o.seed,
     )  # fmt: skip
     with jax.set_mesh(mesh):
         batches, numbers, _ = sample(n=3)
         again, other = sample(n=3).batches, sample(n=4).batches
         sums = jax.jit(lambda batch: grpo.objective(model, batch, options=o)[2])(batches[0])
-    assert len(batches) == 4 and all(batch["tokens"].shape == (8, 16) for batch in batches)
+    assert len(batches) == 4 and all(len(list(documents(batch))) == 8 for batch in batches)
+    assert all(len(batch["tokens"]) == 2 for batch in batches), "completions share rows"
     assert all((a[name] == b[name]).all() for a, b in zip(batches, again, strict=True) for name in a)
     assert any((a["tokens"] != b["tokens"]).any() for a, b in zip(batches, other, strict=True))
     assert float(sums["drift"]) < 1e-4 * batches[0]["loss_mask"].sum()
-    rows = {name: np.concatenate([batch[name] for batch in batches[:2]]) for name in batches[0]}
     found = {prompt.record["prompt"]: [] for prompt in prompts}
-    for row in range(16):
-        n, learnt = rows["segments"][row].sum(), rows["loss_mask"][row]
-        ids = [*rows["tokens"][row, :n].tolist(), int(rows["targets"][row, n - 1])]
-        assert (rows["targets"][row, : n - 1] == rows["tokens"][row, 1:n]).all()
+    for _, text in itertools.chain(*map(documents, batches[:2])):
+        learnt, n = text["loss_mask"], len(text["tokens"])
+        ids = [*text["tokens"].tolist(), int(text["targets"][-1])]
+        assert (text["targets"][:-1] == text["tokens"][1:]).all() and (text["positions"] == np.arange(n)).all()
         start = learnt.argmax() + 1
-        assert learnt[: start - 1].sum() == 0 and learnt[start - 1 : n].all() and not learnt[n:].any()
-        assert len(ids) - start <= 6
-        found[tokenizer.decode(ids[:start])].append((tokenizer.decode(ids[start:]), rows["advantages"][row, 0]))
+        assert learnt[: start - 1].sum() == 0 and learnt[start - 1 :].all() and n + 1 - start <= 6
+        assert (text["advantages"] == text["advantages"][0]).all()
+        found[tokenizer.decode(ids[:start])].append((tokenizer.decode(ids[start:]), text["advantages"][0]))
     module = {}
     exec(VOWELS, module)
     for group in found.values():
@@ -215,7 +327,7 @@ def test_evaluations_draw_no_group_again(folder, model, tmp_path, monkeypatch):
         with jax.set_mesh(mesh := make_mesh("fsdp=1", jax.devices()[:1])):
             rolled = rollouts.rollout(
                 model, prompts, 0, run, options=o.rollouts, rewards=o.rewards, judges=[lambda text, record: 1.0],
-                tokenizer=tokenizer, mesh=mesh, seq_len=16, dtype="float32", seed=0,
+                tokenizer=tokenizer, mesh=mesh, rows=2, dtype="float32", seed=0,
             )  # fmt: skip
         assert drawn == want and ("without_signal" in rolled.numbers) == (run is not None)
 
@@ -243,7 +355,9 @@ def test_the_script(folder, tmp_path, capsys):
         command("train.grpo", *arguments(folder, tmp_path / "run", *more))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "reward" in line] == [1, 2]
-    assert all(line["kl"] >= 0 and 1 <= line["length"] <= 6 for line in lines if "reward" in line)
+    assert all(
+        0 < line["padding"] < 1 and line["kl"] >= 0 and 1 <= line["length"] <= 6 for line in lines if "reward" in line
+    )
     assert [line["step"] for line in lines if 0 <= line["validation_reward"] <= 1] == [0, 1, 2]
     for line in lines:
         for kind in ("", "validation_") if line["step"] else ("validation_",):
@@ -315,11 +429,13 @@ def test_the_reward_rises(folder, tmp_path, changes):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_goes_on_to_the_same_numbers(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", [[], ["--one-step-off"]])
+def test_a_run_that_fails_goes_on_to_the_same_numbers(folder, tmp_path, monkeypatch, more):
     """A failed run resumes from its last checkpoint with the same samples and updates, bit by bit. For kill -9 see
     test_scripts.py.
     """
-    command_of = lambda out: arguments(folder, out, "--prompts", 2, "--steps", 8, "--save-every", 2, "--iterations", 2)
+    usual = ["--prompts", 2, "--steps", 8, "--save-every", 2, "--iterations", 2]
+    command_of = lambda out: arguments(folder, out, *usual, *more)
     command("train.grpo", *command_of(tmp_path / "whole"))
     asked = []
 
@@ -338,8 +454,34 @@ def test_a_run_that_fails_goes_on_to_the_same_numbers(folder, tmp_path, monkeypa
         for line in (out / "metrics.jsonl").read_text().splitlines()
     ]
     assert numbers(tmp_path / "failed") == numbers(tmp_path / "whole")
+    stale = [line["staleness"] for line in numbers(tmp_path / "whole") if "staleness" in line]
+    assert stale == ([1] * 7 if more else [])
     ours, theirs = (zoo.load(tmp_path / name / "model") for name in ("failed", "whole"))
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), ours, theirs))
+
+
+def test_rollouts_one_step_off(tmp_path):
+    """A rollout is drawn with the weights before the update beside it, and comes back as it was after a failure."""
+    mesh, asked = make_mesh("fsdp=1", jax.devices()[:1]), []
+    sgd = optax.sgd(1.0)
+
+    def rollout(model, element, n, folder):
+        asked.append((float(model.table[0, 0]), element, n))
+        return Rolled(
+            [{"tokens": np.full((1, 2), n)}, {"old": np.full(3, 0.1, np.float32)}], {"reward": 0.5}, [{"a": n}]
+        )
+
+    state = init_state(Bigram(jnp.full((2, 2), 7.0)), sgd)
+    with ahead.Ahead(rollout, mesh, tmp_path, updates=2) as ahead_of:
+        assert ahead_of.take(3) is None
+        ahead_of.begin(state, None, "x", 3)
+        ahead_of.finish()
+        ahead_of.finish()
+        (first, second), *others = ahead_of.take(3)
+        assert asked == [(7.0, "x", 3)] and others == [{"reward": 0.5, "staleness": 1}, [{"a": 3}]]
+        assert first["tokens"].tolist() == [[3, 3]] and second["old"].dtype == np.float32
+        (tmp_path / "checkpoints" / "8").mkdir(parents=True)  # of step 4
+        assert ahead_of.take(4) is None and not list((tmp_path / "ahead").iterdir()), "nothing needs it any longer"
 
 
 def test_pass_at():
@@ -381,7 +523,7 @@ def test_the_loss_has_the_support_of_the_sampler(folder, model):
     with jax.set_mesh(mesh):
         (batch,), *_ = rollouts.rollout(
             model, prompts, 0, None, options=o.rollouts, rewards=o.rewards, judges=[lambda *_: 1.0],
-            tokenizer=tokenizer, mesh=mesh, seq_len=o.step.seq_len, dtype="float32", seed=0,
+            tokenizer=tokenizer, mesh=mesh, rows=2, dtype="float32", seed=0,
         )  # fmt: skip
         sums = jax.jit(lambda batch: grpo.objective(model, batch, options=o)[2])(batch)
         x = model.hidden(jnp.asarray(batch["tokens"]), segments=jnp.asarray(batch["segments"]))[0]
@@ -445,6 +587,8 @@ def test_refusals(folder, tmp_path):
         ({"top_p": 0.9}, "--top-p 0.9 needs --top-k"),
         ({"top_k": 4, "environment": "guess", "reward": grpo.RewardOptions().reward}, "leave them out with --environm"),
         ({"credit": "turn", "advantages": "rloo"}, "--credit turn compares turns as grpo does"),
+        ({"importance": "icepop"}, "--importance icepop .* needs --exact-rollouts"),
+        ({"router_replay": True}, "--router-replay: .* has no experts; leave it out"),
         ({"loss": "sapo", "level": "sequence"}, "--loss sapo has ratios of tokens"),
         ({"patience": 1, "steps": 1}, "--patience 1 waits for a higher reward on held-out prompts, and there is none"),
     ):

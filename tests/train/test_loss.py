@@ -117,17 +117,20 @@ def test_other_advantages_equal_trl():
 )
 def test_policy_losses_equal_trl(name, how, level, beta):
     """The loss, the norm of its gradient, the clipped fraction, and the mean KL equal TRL's."""
-    advantages = jnp.asarray(np.array(GOLDEN["advantages"], np.float32))[:, None] * jnp.ones(MASK.shape)
+    advantages = jnp.broadcast_to(jnp.asarray(np.array(GOLDEN["advantages"], np.float32))[:, None], MASK.shape)
+    texts = dict(segments=jnp.ones_like(MASK), mask=MASK, documents=1)
     poison = lambda a: jnp.asarray(np.where(np.asarray(MASK) != 0, a, np.float32(np.nan)))
     old, reference = poison(GIVEN["old"]), poison(GIVEN["ref"])
 
     def mean(values, how):
-        total, count = loss.aggregate(values, MASK, how, max_length=trl.SEQ)
+        total, count = loss.aggregate(values, how=how, max_length=trl.SEQ, **texts)
         return total / count
 
     def total(logps):
         drawn = logps, old, advantages, MASK
-        losses, clipped = loss.clipped_policy(*drawn, epsilon_low=0.2, epsilon_high=0.28, level=level)
+        if level == "sequence":
+            drawn = (*(loss.document_means(a, **texts) for a in drawn[:2]), *drawn[2:])
+        losses, clipped = loss.clipped_policy(*drawn, epsilon_low=0.2, epsilon_high=0.28)
         if name == "cispo":
             losses, clipped = loss.cispo(*drawn, epsilon_high=trl.CISPO_HIGH - 1)
         if name == "sapo":

@@ -17,7 +17,7 @@ import pytest
 
 import zoo
 from tests.train.batching import batches
-from tests.train.conftest import command, devices
+from tests.train.conftest import command, devices, documents
 from tests.zoo.programs import error, same
 from tests.zoo.tiny import SEEING
 from train.data import pictures, preferences
@@ -278,19 +278,21 @@ def test_rollouts(checkpoint, tokenizer, data):
     assert prompts[0].record["answer"] == "red" and prompts[1].images is None
     ids, images = encode_prompt(model, tokenizer, asks({"image": png("red")}))
     o = rollouts.RolloutOptions(group=2, max_new_tokens=3, temperature=0.0, rollout_batch=4)
-    own: Any = dict(rewards=rollouts.RewardOptions(reward=("one",)), seq_len=60, dtype="float32", seed=0)
+    own: Any = dict(rewards=rollouts.RewardOptions(reward=("one",)), rows=2, dtype="float32", seed=0)
     judges = [lambda text, record: 1.0]
     with jax.set_mesh(mesh):
         (batch,), *_ = rollouts.rollout(
             model, prompts, 0, None, options=o, tokenizer=tokenizer, mesh=mesh, judges=judges, **own
         )
         expected = zoo.generate(model, tokenizer, Encoded(ids, images), max_new_tokens=3)
-    shown = [row for row in range(4) if (batch["image"][row] >= 0).any()]
-    assert len(shown) == 2 and batch["patches"].shape == (4, 1, 36, 12)
-    for row in shown:
-        assert tokenizer.decode(batch["targets"][row][batch["loss_mask"][row] == 1].tolist()) == expected
-        assert np.array_equal(batch["patches"][row], images.patches)
-        assert np.array_equal(batch["image"][row, : len(ids)], images.image[0])
+    found = list(documents(batch))
+    shown = [(row, text) for row, text in found if (text["image"] >= 0).any()]
+    assert len(found) == 4 and len(shown) == 2 and len(batch["tokens"]) == 2
+    for row, text in shown:
+        assert tokenizer.decode(text["targets"][text["loss_mask"] == 1].tolist()) == expected
+        here = text["image"][: len(ids)]
+        assert np.array_equal(batch["patches"][row, here.max()][None], images.patches)
+        assert np.array_equal(np.where(here < 0, here, 0), images.image[0])
 
 
 def test_a_plan_counts_the_tower(checkpoint):

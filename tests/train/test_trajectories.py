@@ -1,5 +1,6 @@
 """Trajectories of several turns: environments in processes, chats in tokens, rows, the journal, and the script."""
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -19,7 +20,7 @@ import pytest
 import zoo
 from tests import hurry
 from tests.reliability import trials
-from tests.train.conftest import command
+from tests.train.conftest import command, documents
 from tests.transcripts import ROOT, files
 from tests.zoo import tiny
 from train import grpo
@@ -28,7 +29,7 @@ from train.environments import calculator, guess, search
 from train.environments import python as python_
 from train.environments import tiny as tiny_
 from train.environments.__main__ import chats
-from train.methods import environments, trajectories
+from train.methods import environments, rollouts, trajectories
 from train.methods.environments import Environment, EnvironmentOptions, Host, Journal
 from train.step import loss
 from train.step.language import features
@@ -395,7 +396,7 @@ def test_a_trajectory_with_a_tool():
     assert tokenizer.decode(learnt, special=True) == end.join([*replies, ""])
     whole = tokenizer.decode(at.branches[0].tokens, special=True)
     assert "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n408\n</tool_response><|im_end|>" in whole
-    rows = trajectories._rows([at], np.array([[0.5]]), 400, False)
+    rows = rollouts.packed(trajectories._texts([at], np.array([[0.5]]), False), 1, tokenizer)
     assert rows["loss_mask"].sum() == len(learnt) and (rows["targets"][rows["loss_mask"] == 1] == learnt).all()
     assert (rows["old"][rows["loss_mask"] == 1] == -1).all() and not rows["old"][rows["loss_mask"] == 0].any()
 
@@ -568,7 +569,8 @@ def sample(folder, model):
             return trajectories.rollout(
                 model, records, 3, run, host=game, chats=trajectories.Chats(tokenizer, game.tools, "split"),
                 environment=o.environments.changed(credit=credit),
-                options=dataclasses.replace(o.rollouts, redraws=redraws), rewards=o.rewards, mesh=mesh, seq_len=150,
+                options=dataclasses.replace(o.rollouts, redraws=redraws), rewards=o.rewards, mesh=mesh, rows=2,
+                seq_len=150,
                 dtype="float32", seed=0,
             )  # fmt: skip
 
@@ -580,18 +582,18 @@ def equal(a, b):
 
 
 def test_rollouts(folder, model, sample, monkeypatch):
-    """Rows hold what the model saw, their targets what it drew, with its own log-probabilities; and they are the same
+    """Texts hold what the model saw, their targets what it drew, with its own log-probabilities; and they are the same
     whichever answer comes first.
     """
     (rows,), numbers, samples = sample()
     tokenizer, drawn = zoo.tokenizer(folder / "model"), rows["loss_mask"] == 1
-    assert rows["tokens"].shape == (16, 150) and numbers["branches"] == 1
+    texts = [text for _, text in documents(rows)]
+    assert len(texts) == 16 and len(rows["tokens"]) == 2 and numbers["branches"] == 1
     several = 0
-    for row in range(16):
-        n = rows["segments"][row].sum()
-        text = tokenizer.decode([*rows["tokens"][row, :n], rows["targets"][row, n - 1]], special=True)
+    for each in texts:
+        text = tokenizer.decode([*each["tokens"], each["targets"][-1]], special=True)
         turns = text.split("a ", 1)[1]
-        learnt = tokenizer.decode(rows["targets"][row][drawn[row]], special=True)
+        learnt = tokenizer.decode(each["targets"][each["loss_mask"] == 1], special=True)
         assert text.startswith("u ") and learnt.count("<end>") + (not learnt.endswith("<end>")) >= 1
         several += learnt.count("<end>") > 1
         for answer in learnt.split("<end>")[:-1]:
@@ -611,54 +613,50 @@ def test_rollouts(folder, model, sample, monkeypatch):
 
 
 def test_rewards_of_turns(folder, sample):
-    """With --credit turn each turn of a row has its own advantage, by its own and later rewards."""
+    """With --credit turn each turn has its own advantage, by its own and later rewards of its prompt's trajectories."""
     tokenizer = zoo.tokenizer(folder / "model")
     (rows,), numbers, _ = sample(name="game.py:Scored", credit="turn")
-    of_all, *_ = sample(name="game.py:Scored")
-    ends, earned, present = [], np.zeros((16, 4)), np.zeros((16, 4), bool)
-    for row, mask in enumerate(rows["loss_mask"]):
-        places = np.flatnonzero(mask)
+    of_all = [text for _, text in documents(sample(name="game.py:Scored").batches[0])]
+    groups, total = collections.defaultdict(list), 0.0
+    for (_, text), other in zip(documents(rows), of_all, strict=True):
+        places = np.flatnonzero(text["loss_mask"])
         turns = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
-        ends.append(turns)
-        said = [tokenizer.decode(rows["targets"][row][turn]) for turn in turns]
-        present[row, : len(turns)] = True
-        earned[row, : len(turns)] = [len(text) / 10 for text in said]
-        earned[row, len(turns) - 1] += sum(letter in "aeiou" for text in said for letter in text) / 10
-        assert len({of_all[0]["advantages"][row][place] for place in places}) == 1
-    assert numbers["reward"] == pytest.approx(earned.sum() / 16, rel=1e-4)
-    # A prompt has four rows in the same order; the step has shuffled all.
-    order = np.random.RandomState(3).permutation(16)
-    back = np.argsort(order)
-    for prompt in range(4):
-        group = back[4 * prompt : 4 * prompt + 4]
-        wanted = loss.turn_advantages(jnp.asarray(earned[group], jnp.float32), jnp.asarray(present[group]))
-        for row, advantages in zip(group, np.asarray(wanted), strict=True):
-            for turn, places in enumerate(ends[row]):
-                np.testing.assert_allclose(rows["advantages"][row][places], advantages[turn], atol=1e-4)
+        said = [tokenizer.decode(text["targets"][turn]) for turn in turns]
+        earned = np.array([len(answer) / 10 for answer in said])
+        earned[-1] += sum(letter in "aeiou" for answer in said for letter in answer) / 10
+        total += earned.sum()
+        groups[tuple(text["tokens"][: places[0] + 1])].append((earned, [text["advantages"][turn] for turn in turns]))
+        assert len({*other["advantages"][places]}) == 1
+    assert numbers["reward"] == pytest.approx(total / 16, rel=1e-4) and {*map(len, groups.values())} == {4}
+    for group in groups.values():
+        earned, present = np.zeros((4, 4), np.float32), np.zeros((4, 4), bool)
+        for row, (each, _) in enumerate(group):
+            earned[row, : len(each)], present[row, : len(each)] = each, True
+        wanted = np.asarray(loss.turn_advantages(jnp.asarray(earned), jnp.asarray(present)))
+        for row, (_, found) in enumerate(group):
+            for turn, advantages in enumerate(found):
+                np.testing.assert_allclose(advantages, wanted[row, turn], atol=1e-4)
 
 
 def test_split_trajectories(folder, sample):
-    """Where the template rewrites the past, each turn is a row, and its trajectory's advantage is theirs."""
+    """Where the template rewrites the past, each turn is a text, and its trajectory's advantage is theirs."""
     (rows,), numbers, _ = sample(str(folder / "forgets.jinja"))
-    assert numbers["branches"] > 1 and len(rows["tokens"]) == 32
-    used = rows["segments"].any(axis=1)
-    assert used.sum() == round(numbers["branches"] * 16) and not rows["loss_mask"][~used].any()
-    masks = rows["loss_mask"][used]
-    assert (np.abs(np.diff(masks, axis=1)).sum(axis=1) <= 2).all(), "the targets of a row are one turn"
+    texts = [text for _, text in documents(rows)]
+    assert numbers["branches"] > 1 and len(texts) == round(numbers["branches"] * 16)
+    assert all(np.abs(np.diff(text["loss_mask"])).sum() <= 2 for text in texts), "the targets of a text are one turn"
 
 
 def test_functions(folder, sample, monkeypatch):
-    """A function's two chats are two rows, with the same advantage; the first has two turns."""
+    """A function's two chats are two texts, with the same advantage; the first has two turns."""
     (rows,), numbers, samples = sample(name="functions.py:rollout")
-    used = rows["segments"].any(axis=1)
-    assert numbers["branches"] > 1 and used.sum() == round(numbers["branches"] * 16)
+    texts = [text for _, text in documents(rows)]
+    assert numbers["branches"] > 1 and len(texts) == round(numbers["branches"] * 16)
     tokenizer, turns = zoo.tokenizer(folder / "model"), []
-    for row in np.flatnonzero(used):
-        n, drawn = rows["segments"][row].sum(), rows["loss_mask"][row] == 1
-        text = tokenizer.decode([*rows["tokens"][row, :n], rows["targets"][row, n - 1]], special=True)
-        learnt = tokenizer.decode(rows["targets"][row][drawn], special=True)
+    for each in texts:
+        drawn = each["loss_mask"] == 1
+        text = tokenizer.decode([*each["tokens"], each["targets"][-1]], special=True)
         turns.append((np.diff(drawn.astype(int), prepend=0) == 1).sum())
-        assert turns[-1] == (1 if text.startswith("u judge") else 1 + ("<end>u more" in text)) and learnt
+        assert turns[-1] == (1 if text.startswith("u judge") else 1 + ("<end>u more" in text)) and drawn.any()
     assert {*turns} == {1, 2} and {each["end"] for each in samples} <= {"done", "length"}
     monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", Backwards)
     assert equal([rows], sample(name="functions.py:rollout").batches)

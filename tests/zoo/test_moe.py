@@ -18,11 +18,12 @@ import zoo
 from kernels.stacked import Stacked
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, noise, on_host, packed
+from tests.zoo.test_engine import slow
 from zoo import lora, surgery
 from zoo.lora import LoRAExpertLinear
 from zoo.mesh import make_mesh
 from zoo.models import mixtral
-from zoo.nn import moe
+from zoo.nn import moe, routing
 from zoo.nn.layers import AbstractExpertLinear, ExpertLinear
 from zoo.quantized import QuantizedExpertLinear, quantize
 
@@ -144,6 +145,67 @@ def test_kernels_serve_split_experts(load, name, text, implementation):
     with kernels.prefer(implementation), jax.set_mesh(make_mesh(text, jax.devices()[:devices])):
         calls = kernels.explain(load(name), TOKENS)
     assert {call.implementation for call in calls if call.operation == "ragged_dot"} == {implementation}
+
+
+# --------------------------------------------------------------------------------------------------------------- replay
+
+
+@eqx.filter_jit
+def run(model, tokens, experts=None):
+    """Returns the features, and each token's experts; with `experts` those of a replay."""
+    if experts is not None:
+        model = routing.replayed(model, experts)
+    with moe.choices_of_each_token():
+        x, _, reports = model.hidden(tokens)
+    return x, routing.experts_of(model.layers, reports)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_moe",
+        *map(
+            slow,
+            ("deepseek2", "deepseek3", "gemma4", "gpt_oss", "granite4", "llama4-alternating", "mistral4", "qwen3_next"),
+        ),
+    ],
+)
+def test_replayed_experts(load, name):
+    """A model's own experts change nothing if they are given, and tokens go to others if these are given."""
+    model = load(name)
+    x, own = run(model, tiny.TOKENS)
+    again, same = run(model, tiny.TOKENS, own)
+    np.testing.assert_allclose(again, x, atol=1e-5)
+    others = jnp.flip(own, axis=1)  # those of other tokens
+    elsewhere, found = run(model, tiny.TOKENS, others)
+    assert (same == own).all() and (others != own).any() and (found == others).all()
+    assert np.isfinite(elsewhere).all() and np.abs(elsewhere - x).max() > 1e-3
+
+
+def test_gradients_of_given_experts(load):
+    """Outputs and gradients of a layer with given experts are those of the formula, written out."""
+    layer, random = load("qwen3_moe").layers[0].mlp, np.random.RandomState(0)
+    x = jnp.asarray(random.normal(size=(2, 5, layer.gate.weight.shape[1])), jnp.float32)
+    count = len(layer.gate.weight)
+    chosen = jnp.asarray(np.argsort(random.rand(2, 5, count))[..., : layer.top_k])
+
+    def given(layer, x):
+        with moe.given_experts(chosen):
+            return layer(x, None)[0]
+
+    def formula(layer, x):
+        weights = jnp.take_along_axis(jax.nn.softmax(x @ layer.gate.weight.T), chosen, axis=-1)
+        weights = weights / weights.sum(-1, keepdims=True) if layer.rescale else weights
+        e, total = layer.experts, 0.0
+        for n in range(count):
+            gate, up = x @ e.gate_proj.weight[n].T, x @ e.up_proj.weight[n].T
+            share = jnp.sum(jnp.where(chosen == n, weights, 0), axis=-1, keepdims=True)
+            total += share * ((jax.nn.silu(gate) * up) @ e.down_proj.weight[n].T)
+        return total
+
+    gradients = lambda f: jax.jit(jax.value_and_grad(lambda *of: jnp.sum(jnp.sin(f(*of))), (0, 1)))(layer, x)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max()))
+    jax.tree.map(close, gradients(given), gradients(formula))
 
 
 # --------------------------------------------------------------------------------------------------------------- losses

@@ -45,7 +45,7 @@ class EnvironmentOptions(OptionGroup):
     turns, compared with the same turn of the group's others (docs/agents.md)."""
     past: Literal["split", "refuse"] = option("split", rare=True)
     """Action where the chat template writes past turns anew, such as without their reasoning. split: the trajectory is
-    learnt in several rows, each as the model saw it. refuse: the run ends."""
+    learnt in several texts, each as the model saw it. refuse: the run ends."""
 
 
 @dataclasses.dataclass(frozen=True)

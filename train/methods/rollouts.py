@@ -9,15 +9,15 @@ import math
 import pathlib
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Int32, Shaped
 
 from train.base import cluster
 from train.base.options import Group, OptionGroup, option
@@ -29,13 +29,15 @@ from train.methods.judges import Judge
 from train.state.mesh import generating
 from train.step import loss
 from train.step.task import Rolled
-from zoo.generation.decoding import bucket
-from zoo.generation.engine import Completion, complete
-from zoo.nn.model import AbstractModel
+from zoo.generation.decoding import Record, bucket
+from zoo.generation.engine import Completion, complete, joined_images
+from zoo.nn.model import AbstractModel, Images
 from zoo.text.tokenizer import Tokenizer
 
 
 T = TypeVar("T")
+TEXTS = 64  # largest number of texts in a row
+SHARING = 8  # completions that share a row on average, so that rows can be filled evenly
 Each = Float[np.ndarray, "some group names"]  # rewards of some prompts' completions, by the rewards' names
 NEEDS = {"exact": "answer", "number": "answer", "python": "tests"}  # fields of the records, by reward
 
@@ -120,6 +122,22 @@ class RolloutOptions(OptionGroup):
     """Number of completions that are sampled at a time."""
     cache_dtype: Literal["auto", "int8"] = option("auto", rare=True)
     """Data type of cached keys and values while sampling. auto: --compute-dtype."""
+    router_replay: bool = option(False, rare=True)
+    """Send each token of an update to the experts that it had while sampling, in a mixture of experts."""
+    one_step_off: bool = option(False, rare=True)
+    """Sample for the next step beside the update of this one, so that tools and rewards do not keep the devices
+    waiting. Completions of all steps but the first are then drawn with the weights before the last step."""
+    exact_rollouts: bool = option(False, rare=True)
+    """Compute the log-probabilities that ratios compare with by the trainer's own program before the first update of a
+    step, instead of taking the sampler's, which differ by rounding. It costs one forward pass."""
+    importance: Literal["none", "truncate", "icepop"] = option("none", rare=True)
+    """Weight of a token's loss with --exact-rollouts: its probability for the trainer divided by the sampler's.
+    truncate: at most 2. icepop: 0 where it is below 0.5 or above 5. none: 1."""
+
+    @property
+    def record(self) -> tuple[Record, ...]:
+        """Returns the records of tokens that `zoo.generation.engine.Engine` has to make."""
+        return ("experts",) * self.router_replay
 
 
 def rollout(
@@ -133,19 +151,18 @@ def rollout(
     judges: Sequence[Reward | Judge],
     tokenizer: Tokenizer,
     mesh: Mesh,
-    seq_len: int,
+    rows: int,
     dtype: str,
     seed: int,
 ) -> Rolled:
     """Samples completions for step `n` of `train.grpo`. Its metrics are mean reward, pass@k, length and the like.
 
-    A row has a prompt with one completion, in the arrays of `train.data.packing`, and two more arrays: "advantages"
-    (constant along a row) and "old", the log-probability with which each target was drawn.
+    The batches have `packed` texts, each a prompt with one completion.
 
     Args:
         folder: that of the run; None: in evaluations, which draw no group again.
         judges: the functions and models that `rewards` names.
-        seq_len: number of tokens of a row.
+        rows: number of rows of a batch.
         dtype: the dtype in which the model samples.
     """
 
@@ -190,26 +207,16 @@ def rollout(
         numbers["without_signal"] = float(np.mean(dull(each, rewards)))
     advantages = advantages_of(each, rewards)
 
-    rows = padding_rows(advantages.size, seq_len) | support_rows(
-        advantages.size, seq_len, options, model.config.vocab_size
-    )
-    if tokenizer.processor is not None:
-        rows |= pictures.of_rows(
-            [prompt.images for prompt in prompts for _ in range(options.group)], seq_len, tokenizer
-        )
-    pairs = ((prompt.ids, c) for prompt, group in zip(prompts, groups, strict=True) for c in group)
-    for row, (ids, completion) in enumerate(pairs):
-        tokens, start = ids + completion.tokens, len(ids) - 1
-        end = len(tokens) - 1
-        rows["tokens"][row, :end], rows["targets"][row, :end] = tokens[:-1], tokens[1:]
-        rows["loss_mask"][row, start:end] = completion.ended or not options.mask_truncated
-        rows["segments"][row, :end] = 1
-        rows["positions"][row, :end] = np.arange(end)
-        rows["advantages"][row], rows["old"][row, start:end] = advantages[row], completion.logprobs
-        if options.top_k:
-            found = support.kept(completion, options.top_k, options.top_p if options.top_p < 1 else np.inf)
-            rows["support"][row, start:end], rows["old"][row, start:end] = found
-    return Rolled(shuffled(rows, options, seed + n), numbers)
+    pairs = ((prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group)
+    texts = []
+    for (prompt, c), advantage in zip(pairs, advantages, strict=True):
+        if c.ended or not options.mask_truncated:
+            among, logprobs = None, c.logprobs
+            if options.top_k:
+                among, logprobs = support.kept(c, options.top_k, options.top_p if options.top_p < 1 else np.inf)
+            old, experts = [*[None] * len(prompt.ids), *logprobs], c.records.get("experts")
+            texts.append(Text(prompt.ids + c.tokens, old, float(advantage), prompt.images, experts, among))
+    return Rolled(batches_of(texts, options, rows, seed + n, tokenizer), numbers)
 
 
 def sampled(
@@ -228,7 +235,7 @@ def sampled(
             sampling, [prompt.ids for prompt in prompts], samples=options.group,
             max_new_tokens=options.max_new_tokens, temperature=options.temperature, stops=tokenizer.eos, seed=seed,
             batch=options.rollout_batch, cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
-            images=[prompt.images for prompt in prompts] if tokenizer.processor else (),
+            images=[prompt.images for prompt in prompts] if tokenizer.processor else (), record=options.record,
             **filters(model, options),
         )  # fmt: skip
 
@@ -293,15 +300,98 @@ def advantages_of(
     return np.asarray(found).reshape(-1)
 
 
-def shuffled(
-    rows: Mapping[str, Shaped[np.ndarray, "rows ..."]], options: RolloutOptions, seed: int
-) -> list[dict[str, Shaped[np.ndarray, "part ..."]]]:
-    """Returns the batches of a step: for each of its iterations all rows, in another order, in `minibatches` parts."""
+class Text(NamedTuple):
+    """Tokens of a prompt and of a completion, or of several by turns. The last one was drawn."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float | None]  # of each token; None: it was not drawn
+    advantage: float | Float[np.ndarray, " targets"]  # of the text, or of each of its tokens but the first
+    images: Images | None = None  # the prompt's
+    experts: Int[np.ndarray, "tokens layers choices"] | None = None  # those that tokens had, see --router-replay
+    support: Int32[np.ndarray, "drawn kept"] | None = None  # of the last tokens, see `train.methods.support`
+
+
+def rows_of(completions: int, multiple: int) -> int:
+    """Returns the number of rows for a number of completions: a multiple of `multiple`."""
+    return multiple * math.ceil(completions / SHARING / multiple)
+
+
+def batches_of(
+    texts: Sequence[Text], options: RolloutOptions, rows: int, seed: int, tokenizer: Tokenizer
+) -> list[dict[str, Shaped[np.ndarray, "rows ..."]]]:
+    """Returns the batches of a step: for each of its iterations all texts, in another order, in `minibatches` parts.
+
+    Args:
+        rows: number of rows of a batch.
+    """
     random = np.random.RandomState(seed % 2**32)
-    orders = [random.permutation(len(rows["tokens"])) for _ in range(options.iterations)]
-    return [
-        {name: a[part] for name, a in rows.items()} for order in orders for part in np.split(order, options.minibatches)
-    ]
+    orders = [random.permutation(len(texts)) for _ in range(options.iterations)]
+    parts = [part for order in orders for part in np.array_split(order, options.minibatches)]
+    return [packed([texts[n] for n in part], rows, tokenizer) for part in parts]
+
+
+def packed(texts: Sequence[Text], rows: int, tokenizer: Tokenizer) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
+    """Packs texts into rows: the longest first, each into the row with the fewest tokens so far.
+
+    These are the arrays of `train.data.rows`, and two more: "advantages", equal along a text or a turn, and "old",
+    the log-probability with which each target was drawn; and, if texts have them, the tokens' "experts", in the form of
+    `zoo.nn.routing.experts_of`, and the targets' "support". Rows are as long as the longest one, rounded up (`few`).
+
+    Raises:
+        ValueError: there are too many texts for these rows.
+    """
+    if len(texts) > rows * TEXTS:
+        raise ValueError(
+            f"{len(texts)} texts do not fit {rows} rows of at most {TEXTS}: conversations were split into too many "
+            "parts; take a chat template that does not rewrite its past, or fewer --turns."
+        )
+    table: list[list[Text]] = [[] for _ in range(rows)]
+    filled = [0] * rows
+    length = lambda text: len(text.tokens) - 1  # the last token is only a target
+    for text in sorted(texts, key=length, reverse=True):
+        row = min((n for n in range(rows) if len(table[n]) < TEXTS), key=filled.__getitem__)
+        table[row].append(text)
+        filled[row] += length(text)
+    seq_len = few(max(filled))
+    arrays = padding_rows(rows, seq_len)
+    if texts and texts[0].experts is not None:
+        arrays["experts"] = np.zeros((rows, seq_len, *texts[0].experts.shape[1:]), np.int32)
+    if texts and texts[0].support is not None:
+        arrays["support"] = np.zeros((rows, seq_len, texts[0].support.shape[1]), np.int32)
+    for n, row in enumerate(table):
+        end = 0
+        for segment, text in enumerate(row, 1):
+            here, end, old = slice(end, end + length(text)), end + length(text), text.logprobs[1:]
+            arrays["tokens"][n, here], arrays["targets"][n, here] = text.tokens[:-1], text.tokens[1:]
+            arrays["loss_mask"][n, here] = [logprob is not None for logprob in old]
+            arrays["old"][n, here] = [logprob or 0.0 for logprob in old]
+            arrays["segments"][n, here], arrays["positions"][n, here] = segment, np.arange(length(text))
+            arrays["advantages"][n, here] = text.advantage
+            if text.experts is not None:
+                arrays["experts"][n, here] = text.experts[: length(text)]
+            if text.support is not None:
+                arrays["support"][n, end - len(text.support) : end] = text.support
+    if tokenizer.processor is not None:
+        arrays |= pictures.of_rows([_images(row) for row in table], seq_len, tokenizer)
+    return arrays
+
+
+def _images(row: Sequence[Text]) -> Images | None:
+    """Joins the images of a row's texts."""
+    images, end = None, 0
+    for text in row:
+        length = len(text.tokens) - 1
+        images, end = joined_images(images, end, text.images, length), end + length
+    return images
+
+
+def few(length: int) -> int:
+    """Rounds the length of rows up to a multiple of 16, and of a power of two that is at most a sixteenth of it.
+
+    So few lengths are compiled, at most sixteen between one and its double, and few tokens are padding.
+    """
+    unit = max(16, 1 << max(0, (length - 1).bit_length() - 5))
+    return max(unit, math.ceil(length / unit) * unit)
 
 
 def try_rewards(

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 import pathlib
 import time
 import warnings
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int
 
 from train.base import cluster
 from train.data.record import Record
@@ -31,17 +30,16 @@ from train.methods.environments import Environment, EnvironmentOptions, Host, Jo
 from train.methods.rollouts import (
     RewardOptions,
     RolloutOptions,
+    Text,
     advantages_of,
+    batches_of,
     dull,
-    padding_rows,
     pass_at,
-    shuffled,
     with_signal,
 )
 from train.state.mesh import generating
 from train.step import loss
 from train.step.task import Rolled
-from zoo.generation.decoding import bucket
 from zoo.generation.engine import Completion, Engine
 from zoo.generation.sampling import Sampling
 from zoo.nn.model import AbstractModel
@@ -123,7 +121,7 @@ class Chats:
             raise ValueError(
                 f"The chat template of {tokenizer.folder} writes turns of the past anew, such as without their "
                 "reasoning, so the next prompt does not begin with the tokens that were drawn. With --past split such "
-                "a trajectory is learnt in several rows."
+                "a trajectory is learnt in several texts."
             )
         return whole, tokenizer.encode_marked(whole)[0], True
 
@@ -167,6 +165,7 @@ class Branch:
     tokens: list[int]
     logprobs: list[float | None]
     turns: list[int]  # of the reply that a token is part of, from 0 on; of another token that of the next reply
+    experts: Int[np.ndarray, "tokens layers choices"] | None = None  # those that tokens had, see --router-replay
 
 
 @dataclasses.dataclass(eq=False)
@@ -209,6 +208,7 @@ class Trajectory:
             self.branches[-1].tokens += done.tokens
             self.branches[-1].logprobs += done.logprobs
             self.branches[-1].turns += [self.turns - 1] * len(done.tokens)
+            self.branches[-1].experts = done.records.get("experts")
         if move.tokens and not move.end:
             if move.anew:
                 self.branches.append(Branch([], [], []))
@@ -323,20 +323,21 @@ def rollout(
     options: RolloutOptions,
     rewards: RewardOptions,
     mesh: Mesh,
+    rows: int,
     seq_len: int,
     dtype: str,
     seed: int,
 ) -> Rolled:
     """Samples trajectories for step `n` of `train.grpo`: `options.group` of each record.
 
-    A row has a trajectory, or the part of one whose beginning the chat template has not written anew, in the arrays of
-    `train.methods.rollouts.rollout`. Its targets are the tokens that were drawn. Rows beyond these are padding, so that
-    there are few numbers of rows.
+    The batches have `packed` texts. Each is a trajectory, or the part of one whose beginning the chat template has not
+    written anew.
 
     Args:
         folder: that of the run, which has a journal; None: in evaluations, which keep no answers and draw no group
             again.
-        seq_len: number of tokens of a row.
+        rows: number of rows of a batch.
+        seq_len: largest number of tokens of a trajectory, the last one aside.
         dtype: the dtype in which the model samples.
 
     Raises:
@@ -359,6 +360,7 @@ def rollout(
             engine = Engine(
                 sampling, batch=min(options.rollout_batch, len(groups) * options.group), max_tokens=seq_len + 1,
                 stops=chats.tokenizer.eos, cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
+                record=options.record,
             )  # fmt: skip
             _play(engine, groups, players, options, seed)
         return groups, np.array([[[sum(each.rewards)] for each in group] for group in groups], np.float32)
@@ -377,7 +379,7 @@ def rollout(
         advantages = np.concatenate([_of_turns(group, environment.turns, rewards.scale_rewards) for group in learnt])
     else:
         advantages = advantages_of(worth, rewards)[:, None]
-    rows = _rows(list(itertools.chain(*learnt)), advantages, seq_len, options.mask_truncated)
+    texts = _texts(list(itertools.chain(*learnt)), advantages, options.mask_truncated)
     numbers = {
         "reward": float(total.mean()),
         "reward_deviation": float(total.std(axis=1).mean()),
@@ -391,7 +393,7 @@ def rollout(
     if redraws:
         numbers["without_signal"] = float(np.mean(dull(worth, rewards)))
     samples = [_sample(group[0]) for group in groups[:SHOWN]]
-    return Rolled(shuffled(rows, options, seed + n), numbers, samples)
+    return Rolled(batches_of(texts, options, rows, seed + n, chats.tokenizer), numbers, samples)
 
 
 def described(host: Host, record: Record) -> str:
@@ -497,31 +499,19 @@ def _of_turns(group: Sequence[Trajectory], turns: int, scale: bool) -> Float[np.
     return np.asarray(loss.turn_advantages(jnp.asarray(rewards), jnp.asarray(present), scale=scale))
 
 
-def _rows(
-    trajectories: Sequence[Trajectory],
-    advantages: Float[np.ndarray, "all #turns"],
-    seq_len: int,
-    mask_truncated: bool,
-) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
-    """Returns the rows of trajectories. With `mask_truncated`, truncated ones have none."""
-    branches = [
-        (branch, advantage)
-        for each, advantage in zip(trajectories, advantages, strict=True)
-        if each.last.end == "done" or not mask_truncated
-        for branch in each.branches
-        if any(logprob is not None for logprob in branch.logprobs)
-    ]
-    count = len(trajectories)
-    rows = padding_rows(count * bucket(max(1, math.ceil(len(branches) / count)), 1), seq_len)
-    for row, (branch, advantage) in enumerate(branches):
-        drawn = np.array([logprob is not None for logprob in branch.logprobs])
-        end = int(np.flatnonzero(drawn)[-1])
-        rows["tokens"][row, :end], rows["targets"][row, :end] = branch.tokens[:end], branch.tokens[1 : end + 1]
-        rows["loss_mask"][row, :end], rows["segments"][row, :end] = drawn[1 : end + 1], 1
-        rows["positions"][row, :end] = np.arange(end)
-        rows["advantages"][row, :end] = advantage[np.minimum(branch.turns[1 : end + 1], len(advantage) - 1)]
-        rows["old"][row, :end] = [logprob or 0.0 for logprob in branch.logprobs[1 : end + 1]]
-    return rows
+def _texts(
+    trajectories: Sequence[Trajectory], advantages: Float[np.ndarray, "all #turns"], mask_truncated: bool
+) -> list[Text]:
+    """Returns the texts of trajectories, one for each branch. With `mask_truncated`, truncated ones have none."""
+    texts = []
+    for each, advantage in zip(trajectories, advantages, strict=True):
+        for branch in each.branches if each.last.end == "done" or not mask_truncated else ():
+            drawn = [n for n, logprob in enumerate(branch.logprobs) if logprob is not None]
+            if drawn:
+                end = drawn[-1] + 1
+                of_targets = advantage[np.minimum(branch.turns[1:end], len(advantage) - 1)]
+                texts.append(Text(branch.tokens[:end], branch.logprobs[:end], of_targets, experts=branch.experts))
+    return texts
 
 
 def _numbers(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -125,7 +125,7 @@ def put_batch(
         ValueError: sequences or tokens can't be split evenly.
     """
     shares, parts, place = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape[CONTEXT], token_sharding(mesh)
-    put, in_order = {}, keeps_order(mesh, *models)
+    put, ordered = {}, keeps_order(mesh, *models)
     for name, array in batch.items():
         if len(array) % shares:
             raise ValueError(f"{len(array)} sequences of {name!r} can't be split over {shares} devices evenly.")
@@ -135,12 +135,19 @@ def put_batch(
             continue
         if array.shape[1] % parts:
             raise ValueError(f"{array.shape[1]} tokens of {name!r} can't be split over {CONTEXT}={parts} evenly.")
-        if in_order and name == "positions":
+        if ordered and name == "positions":
             continue
-        order = slice(None) if in_order else balanced(array.shape[1], parts)
+        order = slice(None) if ordered else balanced(array.shape[1], parts)
         part = lambda index, array=array, order=order: array[index[0]][:, order][:, index[1]]
         put[name] = jax.make_array_from_callback(array.shape, place, part)
     return put
+
+
+def in_order(values: Shaped[np.ndarray, "batch seq"], mesh: Mesh, *models: Any) -> Shaped[np.ndarray, "batch seq"]:
+    """Returns values of the tokens of a batch that `put_batch` has placed, in the order that they had before."""
+    if keeps_order(mesh, *models):
+        return values
+    return values[:, np.argsort(balanced(values.shape[1], mesh.shape[CONTEXT]))]
 
 
 def keeps_order(mesh: Mesh, *models: Any) -> bool:

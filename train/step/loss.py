@@ -112,6 +112,12 @@ def per_document(
     return jnp.sum(jnp.where(here, values[:, None, :], 0), axis=-1)
 
 
+def at_tokens(values: Float[Array, "batch documents"], segments: Int[Array, "batch seq"]) -> Float[Array, "batch seq"]:
+    """Returns, at each token, the value of its document; 0 in padding. Documents are those of `per_document`."""
+    here = segments[:, None, :] == jnp.arange(1, values.shape[1] + 1)[None, :, None]
+    return jnp.sum(jnp.where(here, values[:, :, None], 0), axis=1)
+
+
 def at_last(
     values: Int[Array, "batch seq"], segments: Int[Array, "batch seq"], mask: Mask, documents: int
 ) -> Int[Array, "batch documents"]:
@@ -245,8 +251,8 @@ def cosent(
 
 
 # ======================================================================================================================
-# Policy gradients. A row is one sampled sequence. `mask` is 1 at the tokens that were sampled, and advantages are those
-# of tokens, equal along a sequence or a turn.
+# Policy gradients. A document is one sampled sequence. `mask` is 1 at the tokens that were sampled, and advantages are
+# those of tokens, equal along a document or a turn. For `segments` and `documents` see `per_document`.
 # ======================================================================================================================
 
 
@@ -320,20 +326,14 @@ def clipped_policy(
     *,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
-    level: Literal["token", "sequence"] = "token",
 ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
     """Computes each token's -min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), and whether it is clipped.
 
-    The ratio is pi / old: the probability under the model that learns, divided by that under the model that sampled.
-    With `level` "token" it is the token's own (GRPO, arXiv:2402.03300, eq. 3; two epsilons: DAPO, arXiv:2503.14476,
-    section 3.1). With "sequence" it is the geometric mean over the sequence's tokens (GSPO, arXiv:2507.18071,
-    eq. 5 and 7).
+    The ratio is pi / old: the probability under the model that learns, divided by that under the model that sampled
+    (GRPO, arXiv:2402.03300, eq. 3; two epsilons: DAPO, arXiv:2503.14476, section 3.1). For GSPO, arXiv:2507.18071,
+    eq. 5 and 7, give the `document_means` of both.
     """
-    log_ratio = jnp.where(mask != 0, logps - old, 0)
-    if level == "sequence":
-        lengths = jnp.maximum(jnp.sum(mask != 0, axis=1, keepdims=True), 1).astype(log_ratio.dtype)
-        log_ratio = jnp.broadcast_to(jnp.sum(log_ratio, axis=1, keepdims=True) / lengths, log_ratio.shape)
-    ratio, a = jnp.exp(log_ratio), advantages
+    ratio, a = jnp.exp(jnp.where(mask != 0, logps - old, 0)), advantages
     clipped = (ratio < 1 - epsilon_low) & (a < 0) | (ratio > 1 + epsilon_high) & (a > 0)
     return -jnp.minimum(ratio * a, jnp.clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * a), clipped
 
@@ -373,6 +373,22 @@ def sapo(
     return -4 / t * jax.nn.sigmoid(t * (ratio - 1)) * a
 
 
+def importance(
+    old: Float[Array, "batch seq"],
+    sampled: Float[Array, "batch seq"],
+    mask: Mask,
+    how: Literal["truncate", "icepop"],
+) -> Float[Array, "batch seq"]:
+    """Computes the weight of each token's loss: its probability for the trainer, `old`, divided by the sampler's.
+
+    Both are log-probabilities under the same weights, by two programs. "truncate" is truncated importance sampling
+    (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025): a weight is at most 2.
+    "icepop" is IcePop, arXiv:2510.18855, section 3: tokens whose weight is below 0.5 or above 5 get 0.
+    """
+    ratio = jnp.exp(jnp.where(mask != 0, old - sampled, 0))
+    return jnp.minimum(ratio, 2) if how == "truncate" else jnp.where((ratio >= 0.5) & (ratio <= 5), ratio, 0)
+
+
 def of_high_entropy(entropy: Float[Array, "batch seq"], mask: Mask, share: float) -> Bool[Array, "batch seq"]:
     """Finds the `share` of tokens whose distributions have the highest entropy, arXiv:2506.01939, section 4."""
     on = mask != 0
@@ -389,11 +405,22 @@ def kl_k3(logps: Float[Array, "*batch"], reference: Float[Array, "*batch"]) -> F
     return jnp.expm1(reference - logps) - (reference - logps)
 
 
+def document_means(
+    values: Float[Array, "batch seq"], segments: Int[Array, "batch seq"], mask: Mask, documents: int
+) -> Float[Array, "batch seq"]:
+    """Returns, at each token, the mean of its document's values where `mask` is not 0."""
+    sums = per_document(values, segments, mask, documents)
+    lengths = per_document(jnp.ones_like(values), segments, mask, documents)
+    return at_tokens(sums / jnp.maximum(lengths, 1), segments)
+
+
 def aggregate(
     values: Float[Array, "batch seq"],
+    segments: Int[Array, "batch seq"],
     mask: Mask,
     how: Literal["grpo", "dapo", "dr_grpo"],
     *,
+    documents: int,
     max_length: int = 0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the sum of tokens' losses, and the count that divides it. Both add up over the parts of a batch.
@@ -403,10 +430,9 @@ def aggregate(
     - "dr_grpo": the sum over tokens, divided by the number of sequences times `max_length`, the largest number of
       tokens of a completion (arXiv:2503.20783, section 3.2).
     """
-    on = mask != 0
-    lengths = jnp.sum(on, axis=1).astype(values.dtype)
-    sums = jnp.sum(jnp.where(on, values, 0), axis=1)
-    sequences = jnp.sum(lengths > 0).astype(values.dtype)  # other rows are padding
+    sums = per_document(values, segments, mask, documents)
+    lengths = per_document(jnp.ones_like(values), segments, mask, documents)
+    sequences = jnp.sum(lengths > 0).astype(values.dtype)
     match how:
         case "grpo":
             return jnp.sum(sums / jnp.maximum(lengths, 1)), sequences

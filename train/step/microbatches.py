@@ -2,12 +2,13 @@
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Num
+import numpy as np
+from jaxtyping import Array, Num, Shaped
 
 
 T = TypeVar("T")
@@ -25,6 +26,20 @@ def elastic(microbatches: int, *, rows: int, shares: int, processes: int, full: 
     least = math.ceil(microbatches * full / processes)
     fitting = (parts for parts in range(least, rows + 1) if rows % (parts * shares) == 0)
     return next(fitting, microbatches)  # if none fits, the check of the mesh raises the error
+
+
+def filled_up(
+    batch: Mapping[str, Shaped[np.ndarray, "rows ..."]], multiple: int
+) -> dict[str, Shaped[np.ndarray, "more ..."]]:
+    """Adds rows of padding, so that the number of rows is a multiple of `multiple`.
+
+    They are copies of the last row in which no token belongs to a document.
+    """
+    more = -len(batch["tokens"]) % multiple
+    filled = {name: np.concatenate([a, np.repeat(a[-1:], more, axis=0)]) for name, a in batch.items()}
+    for name in ("segments", "loss_mask"):
+        filled[name][len(batch["tokens"]) :] = 0
+    return filled
 
 
 def split(rows: T, parts: int) -> T:

@@ -54,6 +54,7 @@ class Task:
     measure: Measure | None = None  # of the validation data
     prompts: Sequence[Encoded] = ()  # prompts whose continuations are printed as samples
     rollout: Rollout | None = None
+    one_step_off: bool = False  # whether a rollout is made beside the update of the step before, with its first weights
     beside: Sequence[AbstractModel] = ()  # other models that the rollout holds on the devices
     metric: str = "loss"  # that of the validation data by which --patience and the report go
     updates: int = 1  # batches of a rollout

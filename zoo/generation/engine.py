@@ -703,6 +703,7 @@ def complete(
     draft: AbstractDraft | None = None,
     images: Sequence[Images | None] = (),
     top: int = 0,
+    record: Sequence[Record] = (),
     **options: Unpack[SamplingOptions],
 ) -> list[list[Completion]]:
     """Completes each prompt `samples` times, `batch` sequences at a time, and returns them in the prompts' order.
@@ -711,7 +712,7 @@ def complete(
     tokens. Completion n of prompt m draws with the key `fold_in(fold_in(key(seed), m), n)`, whatever else is decoded. A
     completion ends with the first of the `stops`. `cache_dtype` "int8" keeps the cache in 8 bits. A `draft` makes this
     faster if the model accepts many of its tokens (docs/generation.md). `images` has each prompt's images, or None for
-    a prompt without any; () if no prompt has images. `top` is that of `Engine.submit`.
+    a prompt without any; () if no prompt has images. `top` is that of `Engine.submit`, and `record` that of `Engine`.
 
     Raises:
         TypeError: a keyword is no field of `Sampling`.
@@ -729,6 +730,7 @@ def complete(
         stops=stops,
         cache_dtype=cache_dtype,
         draft=draft,
+        record=record,
     )
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(sampling.seed), np.arange(len(prompts)))
     completions = [

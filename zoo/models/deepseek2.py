@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from kernels import Tokens
+from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.cache import LatentKV
 from zoo.nn.layers import (
@@ -137,8 +138,8 @@ class MoE(eqx.Module):
             best = moe.top_k(jnp.max(by_group, axis=-1), c.topk_group)[1]  # the best groups
             kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
             scores = jnp.where(kept[..., None], by_group, 0).reshape(scores.shape)
-        weights, chosen = moe.top_k(scores, c.num_experts_per_tok)
-        weights = (c.routed_scaling_factor * weights).astype(x.dtype)
+        _, chosen = moe.choose(scores, c.num_experts_per_tok)
+        weights = (c.routed_scaling_factor * pick(probability, chosen)).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
         return y + self.shared_experts(x), moe.Routing.of(logits, probability, chosen, segments)
 

@@ -327,7 +327,7 @@ class MoE(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.router(x)
         probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-        weights, chosen = moe.top_k(probability, self.top_k)
+        weights, chosen = moe.choose(probability, self.top_k)
         factors = pick(spread(self.router.per_expert_scale.astype(jnp.float32), probability.shape), chosen)
         weights = (factors * weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(x.dtype)
         y = self.pre_feedforward_layernorm_2(x)

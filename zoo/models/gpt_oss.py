@@ -179,7 +179,7 @@ class MLP(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.router(x)
-        best, chosen = moe.top_k(logits, self.top_k)
+        best, chosen = moe.choose(logits, self.top_k)
         y = moe.dispatch(self.experts, x, chosen, jax.nn.softmax(best, axis=-1), lambda experts: experts.down_proj)
         probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         return y, moe.Routing.of(logits, probability, chosen, segments)

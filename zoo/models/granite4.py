@@ -207,7 +207,7 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.router(x)
-        best, chosen = moe.top_k(logits.astype(jnp.float32), self.top_k)
+        best, chosen = moe.choose(logits.astype(jnp.float32), self.top_k)
         weights = jax.nn.softmax(best, axis=-1).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.output_linear)
         probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)

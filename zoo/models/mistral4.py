@@ -121,7 +121,7 @@ class MoE(eqx.Module):
         by_group = scores.reshape(*scores.shape[:2], c.n_group, -1)
         best = moe.top_k(jnp.sum(moe.top_k(by_group, 2)[0], axis=-1), c.topk_group)[1]
         kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
-        return moe.top_k(jnp.where(kept[..., None], by_group, 0).reshape(scores.shape), c.num_experts_per_tok)[1]
+        return moe.choose(jnp.where(kept[..., None], by_group, 0).reshape(scores.shape), c.num_experts_per_tok)[1]
 
 
 class Block(AbstractDecoderBlock):

@@ -179,7 +179,7 @@ class MoE(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.gate(x)
         probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-        weights, chosen = moe.top_k(probability, self.top_k)
+        weights, chosen = moe.choose(probability, self.top_k)
         if self.rescale:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)

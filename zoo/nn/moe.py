@@ -19,7 +19,7 @@ from kernels import mesh
 from kernels.backends.device import device
 from kernels.mesh import CONTEXT, EXPERT, FSDP, TENSOR
 from kernels.stacked import Stacked, read
-from kernels.sums import largest, permuted, scaled
+from kernels.sums import largest, permuted, pick, scaled
 from zoo.nn.layers import AbstractExpertLinear, ExpertLinear, swiglu
 
 
@@ -90,6 +90,30 @@ def top_k(
         return local(scores)
     tokens = mesh.tokens_spec(scores.shape)
     return jax.shard_map(local, axis_names=set(axes), in_specs=tokens, out_specs=tokens, check_vma=False)(scores)
+
+
+_given: contextvars.ContextVar[Array | None] = contextvars.ContextVar("given", default=None)
+
+
+@contextlib.contextmanager
+def given_experts(chosen: Int[Array, "batch seq choices"]) -> Iterator[None]:
+    """Has routers choose these experts, whatever their scores are, in functions that are traced within this context."""
+    token = _given.set(chosen)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def choose(
+    scores: Float[Array, "batch seq experts"], k: int
+) -> tuple[Float[Array, "batch seq k"], Int[Array, "batch seq k"]]:
+    """Returns each token's k experts with the highest scores, after their scores; or the experts that are given.
+
+    See `given_experts`.
+    """
+    given = _given.get()
+    return top_k(scores, k) if given is None else (pick(scores, given), given)
 
 
 def split_gate_up(y: Float[Array, "rows both"]) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:

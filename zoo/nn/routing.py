@@ -10,16 +10,21 @@ from typing import TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from zoo.nn.layers import Float32, recomputed
-from zoo.nn.moe import Routing, top_k
-from zoo.nn.stack import Reports, Stack
+from kernels import Tokens
+from zoo.nn.cache import AbstractCache
+from zoo.nn.layers import AbstractExpertLinear, Float32, recomputed
+from zoo.nn.model import AbstractModel
+from zoo.nn.moe import Routing, choose, given_experts, top_k
+from zoo.nn.stack import AbstractBlock, AbstractSharingBlock, Report, Reports, Shared, Stack
 
 
 M = TypeVar("M", bound=eqx.Module)
 LOGITS = "router"  # the name of the logits, for policies of `jax.checkpoint`
+A = TypeVar("A", bound=AbstractModel)
 
 
 class Router(eqx.Module):
@@ -70,7 +75,7 @@ class AbstractBiasedRouter(eqx.Module):
         biased = (scores + bias).reshape(*scores.shape[:2], groups, -1)
         kept = top_k(jnp.sum(top_k(biased, 2)[0], axis=-1), best)[1]
         kept = jnp.any(jax.nn.one_hot(kept, groups, dtype=bool), axis=-2)
-        return top_k(jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape), choices)[1]
+        return choose(jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape), choices)[1]
 
 
 class BiasedRouter(AbstractBiasedRouter):
@@ -118,6 +123,58 @@ def experts_of(layers: Stack, reports: Reports) -> Int[Array, "batch seq layers 
     if not found:
         raise ValueError("The model has no experts.")
     return jnp.stack([found[layer] for layer in sorted(found)], axis=2)
+
+
+def replayed(model: A, experts: Int[Array, "batch seq layers choices"]) -> A:
+    """Returns a model that sends each token of a batch to these experts, in the form of `experts_of`.
+
+    The routers still compute the weights of the experts, so gradients reach them. The module for the token after the
+    next has its own choice. The model is for calls without caches, and not for a mesh with stages.
+    """
+    is_experts = lambda node: isinstance(node, AbstractExpertLinear)
+    has_experts = lambda block: any(map(is_experts, jax.tree.leaves(block, is_leaf=is_experts)))
+    layers = model.layers
+    routed = sorted(n for numbers, block in layers.blocks() if has_experts(block) for n in numbers)
+
+    def replace(numbers: range, block: AbstractBlock) -> AbstractBlock:
+        if not has_experts(block):
+            return block
+        own = jnp.moveaxis(experts[:, :, np.array([routed.index(n) for n in numbers])], 2, 0)
+        own = own if any(block is each for each in layers.period) else own[0]
+        return _ReplayedSharing(block, own) if isinstance(block, AbstractSharingBlock) else _Replayed(block, own)
+
+    return eqx.tree_at(lambda m: m.layers, model, layers.map_blocks(replace))
+
+
+class _Replayed(AbstractBlock):
+    """A layer whose tokens go to given experts."""
+
+    block: AbstractBlock
+    experts: Int[Array, "*layers batch seq choices"]
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
+        with given_experts(self.experts):
+            return self.block(x, cache, at)
+
+
+class _ReplayedSharing(AbstractSharingBlock):
+    """A layer that hands something on, and whose tokens go to given experts."""
+
+    block: AbstractSharingBlock
+    experts: Int[Array, "*layers batch seq choices"]
+
+    def run(
+        self,
+        x: Float[Array, "batch seq embed"],
+        cache: AbstractCache | None,
+        at: Tokens,
+        own_input: Float[Array, "batch seq dim"] | None,
+        shared: Shared,
+    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report, Shared]:
+        with given_experts(self.experts):
+            return self.block.run(x, cache, at, own_input, shared)
 
 
 def rebalance(model: M, reports: Reports, rate: float) -> M:

@@ -1,0 +1,97 @@
+"""Rollouts that are one step off: that of a step is made beside the update of the step before, with its first weights.
+
+The schedule is fixed: a rollout and an update begin and end together, whichever takes longer, so a run is a function of
+its seed. Each rollout is written to the run's folder before the checkpoint that needs it.
+"""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from train.base.goodput import timed
+from train.state.offload import to_device
+from train.state.state import TrainState
+from train.step.task import Rolled, Rollout
+from zoo import lora
+
+
+FOLDER = "ahead"  # within the run's
+
+
+class Ahead:
+    """The rollouts of a run, of which at most one is being made. Use it in a `with` that ends when the run does."""
+
+    def __init__(self, rollout: Rollout, mesh: Mesh, out: pathlib.Path, updates: int):
+        """
+        Args:
+            out: folder of the run.
+            updates: number of updates of a step.
+        """
+        self.rollout, self.mesh, self.out, self.updates = rollout, mesh, out, updates
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._next: tuple[int, concurrent.futures.Future[Rolled]] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def begin(self, state: TrainState, frozen: Any, element: Any, n: int) -> None:
+        """Begins the rollout after `n` steps, with a copy of the weights: the update writes over them."""
+        model = lora.combine(jax.tree.map(jnp.copy, to_device(state.model)), frozen)
+
+        def make() -> Rolled:
+            with jax.set_mesh(self.mesh):  # of this thread
+                return self.rollout(model, element, n, self.out)
+
+        self._next = n, self._pool.submit(make)
+
+    def finish(self) -> None:
+        """Waits for the rollout that has begun, if there is one, and writes it to the run's folder."""
+        if self._next is not None:
+            n, future = self._next
+            rolled = timed("generation")(future.result)()
+            _write(self.out / FOLDER / f"{n:06}.npz", rolled._replace(numbers=rolled.numbers | {"staleness": 1}))
+            self._next = None
+
+    def take(self, n: int) -> Rolled | None:
+        """Returns the rollout after `n` steps; None: it was not made ahead, which is so at the beginning of a run.
+
+        Forgets rollouts that no checkpoint needs.
+        """
+        kept = [int(path.name) for path in (self.out / "checkpoints").glob("*") if path.name.isdigit()]
+        for path in (self.out / FOLDER).glob("[0-9]*.npz"):
+            if int(path.stem) < min(kept, default=0) // self.updates:
+                path.unlink()
+        path = self.out / FOLDER / f"{n:06}.npz"
+        return _read(path) if path.exists() else None
+
+
+def _write(path: pathlib.Path, rolled: Rolled) -> None:
+    """Writes a rollout under another name and renames it, so that nobody reads half of it."""
+    path.parent.mkdir(exist_ok=True)
+    arrays: dict[str, Any] = {f"{n}/{name}": a for n, batch in enumerate(rolled.batches) for name, a in batch.items()}
+    others = json.dumps({"numbers": rolled.numbers, "samples": list(rolled.samples)}).encode()
+    with open(new := path.with_suffix(".tmp"), "wb") as file:
+        np.savez(file, others=np.frombuffer(others, np.uint8), **arrays)
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def _read(path: pathlib.Path) -> Rolled:
+    with np.load(path) as file:
+        others = json.loads(file["others"].tobytes())
+        batches: dict[int, dict[str, np.ndarray]] = {}
+        for key in file.files:
+            if key != "others":
+                n, name = key.split("/")
+                batches.setdefault(int(n), {})[name] = file[key]
+    return Rolled([batches[n] for n in sorted(batches)], others["numbers"], others["samples"])
