@@ -32,15 +32,14 @@ from jaxtyping import Array, Bool, Float
 
 from kernels.backends import blocks
 from kernels.backends.device import device, elsewhere
-from kernels.backends.triton import dot, exp2, launch, load, store
+from kernels.backends.triton import SMALLEST, dot, exp2, launch, load, store
 from kernels.delta_rule.shared import BLOCK, CHUNK, OUT, STATES, fused_products
 
 
 PLATFORMS = ("gpu",)
 RANK = 1
 
-WIDTHS = 16, 32, 64, 128  # features of a key
-V_WIDTHS = *WIDTHS, 256
+WIDEST, V_WIDEST = 128, 256  # features of a key and of a value
 SHARED = 227  # kilobytes of shared memory that its blocks fit in
 LOG2_E = math.log2(math.e)
 STRONGEST = -100.0  # a decay of a stronger logarithm is 0 in float32, also as the sum of others
@@ -56,21 +55,17 @@ def refusal(
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         dtypes = sorted({x.dtype.name for x in (q, k, v)})
         return f"it is for bfloat16, and q, k and v are {' and '.join(dtypes)}"
-    if k.shape[3] not in WIDTHS or v.shape[3] not in V_WIDTHS:
+    if k.shape[3] > WIDEST or v.shape[3] > V_WIDEST:
         return (
-            f"its keys have {_listed(WIDTHS)} features and its values {_listed(V_WIDTHS)}, and these have "
-            f"{k.shape[3]} and {v.shape[3]}"
+            f"its keys have at most {WIDEST} features and its values {V_WIDEST}, and these have {k.shape[3]} and "
+            f"{v.shape[3]}"
         )
     if not k.size or not v.size:
-        return "it needs a token and a head at least"
+        return "it needs a token, a head and a feature at least"
     reason, here = elsewhere("gpu", (9, 0)), device()
     if reason is None and here.platform == "gpu" and here.shared < SHARED:
         return f"it needs {SHARED} KB of shared memory, and this {here.kind} has {here.shared}"
     return reason
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "erase"))  # so that calls outside jit compile once, too
@@ -86,13 +81,18 @@ def delta_rule(
     scale: float,
     erase: bool,
 ) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"]]:
-    """Computes `kernels.delta_rule`. Tokens that fill the last chunk have keys of 0, and change no state."""
-    seq = v.shape[1]
-    filled = lambda x: jnp.pad(x, ((0, 0), (0, -seq % CHUNK)) + ((0, 0),) * (x.ndim - 2))
-    numbers = lambda x: filled(x.astype(jnp.float32)).swapaxes(1, 2)
+    """Computes `kernels.delta_rule`. Zeros fill the last chunk, and fill vectors up to a power of two. They change no
+    state.
+    """
+    seq, (dim, v_dim) = v.shape[1], state.shape[2:]
+    fill = -seq % CHUNK
+    more, v_more = (max(SMALLEST, pl.next_power_of_2(width)) - width for width in (dim, v_dim))
+    vectors = lambda x, more: jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, more)))
+    numbers = lambda x: jnp.pad(x.astype(jnp.float32), ((0, 0), (0, fill), (0, 0))).swapaxes(1, 2)
     decay = jnp.where(restart[..., None], RESTART, jnp.maximum(decay.astype(jnp.float32), STRONGEST))
-    out, state = _delta_rule(scale, erase, filled(q), filled(k), filled(v), numbers(decay), numbers(beta), state)
-    return out[:, :seq], state
+    given = vectors(q, more), vectors(k, more), vectors(v, v_more), numbers(decay), numbers(beta)
+    out, last = _delta_rule(scale, erase, *given, jnp.pad(state, ((0, 0), (0, 0), (0, more), (0, v_more))))
+    return out[:, :seq, :, :v_dim], last[:, :, :dim, :v_dim]
 
 
 class _Chunks(NamedTuple):
@@ -161,7 +161,7 @@ def _backward(
     # A decay is in the totals of its token and those after it, and it decays what tokens before it leave to the chunk's
     # end. The latter are summed by themselves, because their difference from the sum of all would have fewer digits.
     d_decay = lax.cumsum(_by_chunk(d_total), axis=3, reverse=True) + d_fade[..., None]
-    d_decay += lax.cumsum(_by_chunk(d_until), axis=3) - _by_chunk(d_until)
+    d_decay += lax.cumsum(jnp.pad(_by_chunk(d_until)[..., :-1], ((0, 0), (0, 0), (0, 0), (1, 0))), axis=3)
     return d_q, d_k, d_v, d_decay.reshape(beta.shape), d_beta, d_first
 
 
@@ -192,6 +192,7 @@ def _launch(
     operands: Sequence[Array | None],
     results: Any,
 ) -> Any:
+    """Runs a kernel for each row and head, and for each chunk, each block of features, or both."""
     (batch, seq, kv_heads, dim), (*_, heads, v_dim), size = k.shape, v.shape, _sizes(kernel, k, v)
     by_chunk = (seq // CHUNK, heads, batch)
     grids = {

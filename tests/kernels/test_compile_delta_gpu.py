@@ -79,8 +79,9 @@ def row(dim, v_dim, *, heads=16, v_heads=32, card="h200", implementation="triton
         return out, gradient(gradients)
 
     k, matrices = of_tokens(heads, dim), 2 * seq * v_heads * CHUNK  # bytes of one of [tokens, tokens] a chunk
-    states = 2 * v_heads * seq // CHUNK * dim * v_dim
-    temporary = 2 * states + 4 * matrices + 5 * 2 * seq * v_heads * v_dim
+    wide, v_wide = (1 << (width - 1).bit_length() for width in (dim, v_dim))
+    states = 2 * v_heads * seq // CHUNK * wide * v_wide
+    temporary = 2 * states + 4 * matrices + 5 * 2 * seq * v_heads * v_wide
     fused = tuple(f"delta_rule_fused_{'' if erase else 'additive_'}{kernel}" for kernel in FUSED)
     return Case(both, ((v, state), k, k, v, numbers, numbers, state), fused, temporary, card)
 
@@ -113,7 +114,7 @@ CASES = {
     "Qwen3.5": row(128, 128),
     "B200, Qwen3.5": row(128, 128, card="b200"),
     "Qwen3.5, over the context": row(128, 256),
-    "D64": row(64, 64),
+    "Olmo Hybrid": row(96, 192, heads=30, v_heads=30),
     "Nemotron 3 Nano": row(128, 64, heads=8, v_heads=64, erase=False),
     "Nemotron-H": triton(128, 64, erase=False),
     "RTX 4090": triton(128, 128, card="4090"),
