@@ -60,8 +60,8 @@ def decode_attention(
 
     def rows(first: Array) -> Float[Array, "some seq heads v_dim"]:
         of_rows = lambda x: x if len(x) == 1 else lax.dynamic_slice_in_dim(x, first, count)
-        queries, *tokens = jax.tree.map(of_rows, (q, q_tokens, kv_tokens))
-        return _rows(formula, queries, k, v, sinks, *tokens, first)
+        queries, of_queries, of_slots = jax.tree.map(of_rows, (q, q_tokens, kv_tokens))
+        return _rows(formula, queries, k, v, sinks, of_queries, of_slots, first)
 
     if count == batch:
         return rows(jnp.zeros((), jnp.int32))
