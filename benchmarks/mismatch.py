@@ -116,7 +116,8 @@ def main() -> None:
             if only in str(case):
                 name = case.model
                 if name != "tiny":
-                    name = tiny.write(pathlib.Path(folder) / name, name, max_position_embeddings=256)
+                    longer = {key: 256 for key in ("max_position_embeddings",) if key in tiny.CONFIGS[name]}
+                    name = tiny.write(pathlib.Path(folder) / name, name, **longer)
                 results[str(case)] = distances(case, name)
                 print(case, results[str(case)], flush=True)
     settings = {"prompts": PROMPTS, "group": GROUP, "prompt": PROMPT, "new": NEW}
