@@ -116,7 +116,9 @@ def main() -> None:
             if only in str(case):
                 name = case.model
                 if name != "tiny":
-                    longer = {key: 256 for key in ("max_position_embeddings",) if key in tiny.CONFIGS[name]}
+                    longer = {
+                        key: 256 for key in ("max_position_embeddings", "model_max_length") if key in tiny.CONFIGS[name]
+                    }
                     name = tiny.write(pathlib.Path(folder) / name, name, **longer)
                 results[str(case)] = distances(case, name)
                 print(case, results[str(case)], flush=True)
