@@ -203,10 +203,10 @@ def test_packed_texts_are_learnt_as_unpacked_ones(folder, model):
 
 def test_router_replay(tmp_path, monkeypatch):
     """An update's experts are those that tokens had while sampling."""
-    tiny.write(tmp_path, "qwen3_moe", eos_token_id=63)
-    tiny.write_tokenizer(tmp_path)
+    tiny.write(tmp_path / "model", "qwen3_moe", eos_token_id=63)
+    tiny.write_tokenizer(tmp_path / "model")
     o = options(tmp_path, pathlib.Path(), router_replay=True)
-    tokenizer, model = zoo.tokenizer(tmp_path), zoo.load(tmp_path, dtype="float32")
+    tokenizer, model = zoo.tokenizer(tmp_path / "model"), zoo.load(tmp_path / "model", dtype="float32")
     prompts = [prompts_.encode(Record("here", {"prompt": word}), tokenizer) for word in ("abc ", "hello ")]
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     with jax.set_mesh(mesh):

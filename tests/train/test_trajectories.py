@@ -757,9 +757,10 @@ def numbers(out):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_anywhere_goes_on_to_the_same_numbers(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", [["--steps", 2], ["--steps", 3, "--one-step-off"]])
+def test_a_run_that_fails_anywhere_goes_on_to_the_same_numbers(folder, tmp_path, monkeypatch, more):
     """A run that fails at any answer of an environment goes on with the same tokens, rewards and losses."""
-    script = lambda out: command("train.grpo", *arguments(folder, out, "--steps", 2, "--save-every", 1))
+    script = lambda out: command("train.grpo", *arguments(folder, out, *more, "--save-every", 1))
     script(tmp_path / "whole")
     whole, put = numbers(tmp_path / "whole"), Journal.put
     answers = sum(len(lines_of(path)) for path in (tmp_path / "whole" / "journal").iterdir())
