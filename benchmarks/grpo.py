@@ -101,8 +101,9 @@ def trl_step(folder: str, prompts: int, group: int, new: int) -> Callable[[], fl
         def on_step_end(self, *_: object, **__: object) -> None:
             done.release()
 
+    # TRL needs an end token; this one is beyond the model's vocabulary, so it is never drawn.
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=f"{folder}/tokenizer.json", pad_token="<|endoftext|>"
+        tokenizer_file=f"{folder}/tokenizer.json", pad_token="<|endoftext|>", eos_token="<never>"
     )
     arguments = trl.GRPOConfig(
         output_dir=f"{folder}/trl", per_device_train_batch_size=prompts * group, num_generations=group,
@@ -116,11 +117,22 @@ def trl_step(folder: str, prompts: int, group: int, new: int) -> Callable[[], fl
         reward_funcs=lambda completions, **_: list(map(reward, completions)), args=arguments,
         train_dataset=datasets.Dataset.from_list(data), callbacks=[Turns()],
     )  # fmt: skip
-    threading.Thread(target=trainer.train, daemon=True).start()
+    ended = threading.Event()
+
+    def train() -> None:
+        try:
+            trainer.train()
+        finally:  # an error is printed by the thread
+            ended.set()
+            done.release()
+
+    threading.Thread(target=train, daemon=True).start()
 
     def step() -> float:
         begin.release()
         done.acquire()
+        if ended.is_set():
+            raise RuntimeError("TRL's trainer ended; its error is above.")
         return 0.0
 
     return step

@@ -265,14 +265,15 @@ def test_refusals(folder, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"beta": 0.3, "top_k": 8, "microbatches": 2},
         {"teacher": ("other",), "steps": 60},
-        {"teacher": ("words=teacher", "b=other"), "microbatches": 2},
-        {"mesh": "fsdp=2,context=2", "teacher": ("words=teacher", "b=other")},
-        {"teacher": (), "hint": "completion", "lora": distill.finetune.Lora(rank=8), "mesh": "fsdp=2,context=2"},
+        {"teacher": ("words=teacher", "b=other"), "mesh": "fsdp=2,context=2", "microbatches": 2},
+        {
+            "teacher": (), "hint": "completion", "lora": distill.finetune.Lora(rank=8), "mesh": "fsdp=2,context=2",
+            "steps": 100,
+        },
     ],
-)
+    ids=["other tokens", "several teachers", "hint"],
+)  # fmt: skip
 def test_the_student_learns(folder, tmp_path, changes, monkeypatch):
     """The divergence from the teacher falls on the student's own completions."""
     devices(monkeypatch, 4 if "mesh" in changes else 1)
@@ -300,6 +301,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_numbers(folder, tmp_path, sto
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_dry_run(folder, tmp_path, capsys):
     arguments = [
         "--model",
