@@ -2,6 +2,7 @@
 runs that fail and resume as if undisturbed.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -23,7 +24,7 @@ from train.data import rewards
 from train.data.records import Record
 from train.methods import rollouts
 from train.methods.judges import Judge
-from train.run import ahead
+from train.run.batches import Ahead
 from train.state.state import init_state
 from train.step.language import features
 from train.step.microbatches import filled_up
@@ -229,7 +230,7 @@ def test_router_replay(tmp_path, monkeypatch):
     assert drift < 1e-5 and moved > 1e-3
     devices(monkeypatch, 2)
     with pytest.raises(ValueError, match="--router-replay needs a mesh without stage"):
-        grpo.main(o.changed(model=str(tmp_path), mesh="stage=2"))
+        grpo.main(o.changed(mesh="stage=2"))
 
 
 def test_exact_rollouts(folder):
@@ -472,7 +473,7 @@ def test_rollouts_one_step_off(tmp_path):
         )
 
     state = init_state(Bigram(jnp.full((2, 2), 7.0)), sgd)
-    with ahead.Ahead(rollout, mesh, tmp_path, updates=2) as ahead_of:
+    with contextlib.closing(Ahead(rollout, mesh, tmp_path, updates=2)) as ahead_of:
         assert ahead_of.take(3) is None
         ahead_of.begin(state, None, "x", 3)
         ahead_of.finish()

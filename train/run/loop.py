@@ -1,27 +1,20 @@
 """The training loop of all training scripts: it takes the steps of a run, and exports the model."""
 
-import contextlib
-import math
 import pathlib
 from typing import Any
 
 import jax
-import numpy as np
 import rich
 
-from kernels.mesh import BATCH
 from train.base import cluster
-from train.base.goodput import timed
 from train.base.stop import StopRequest, stopped
 from train.run import folder, report, twice
-from train.run.ahead import Ahead
+from train.run.batches import Batches
 from train.run.start import Run
 from train.state import optim
 from train.state.mesh import put_batch
 from train.state.offload import to_device
-from train.step.microbatches import filled_up
 from train.step.norms import jit_norms
-from train.step.task import Rolled
 from train.watch.metrics import Progress, mean_of_updates
 
 
@@ -33,7 +26,7 @@ def train(run: Run) -> pathlib.Path:
         SystemExit: after SIGTERM, Ctrl-C and the like (`train.base.stop`); the state is saved.
     """
     task, frozen, watch, dog = run.task, run.trained.frozen, run.watch, run.watchdog
-    norms, shares = jit_norms(run.recipe), math.prod(run.mesh.shape[axis] for axis in BATCH)
+    norms = jit_norms(run.recipe)
     if run.new:
         if run.eval_every != "never":
             watch.write(run.n, **run.validation.evaluate(run.model(), run.n, watch.wrong))
@@ -43,26 +36,13 @@ def train(run: Run) -> pathlib.Path:
             save(run)
     bar = Progress(run.steps, start=run.n, flops_per_token=run.flops, console=rich.get_console())
     reason, is_first = "", True
-    ahead = Ahead(task.rollout, run.mesh, run.out, task.updates) if task.rollout and task.one_step_off else None
     with (
         dog, watch, run.checkpoints, cluster.watching(), StopRequest(run.out) as stop, bar as progress,
-        ahead or contextlib.nullcontext(),
+        Batches(run) as source,
     ):  # fmt: skip
         while not run.done() and not reason:
             # ---------------------------------------------------------------------------------- a batch, or several
-            if ahead and (rolled := ahead.take(run.n)):
-                batches, numbers, samples = rolled
-            else:
-                batches, numbers, samples = Rolled([timed("input")(next)(run.data)], {})
-                if task.rollout:
-                    roll = timed("generation")(task.rollout)
-                    batches, numbers, samples = roll(run.model(), batches[0], run.n, run.out)
-            if ahead and run.n + 1 < run.steps:
-                ahead.begin(run.state, frozen, timed("input")(next)(run.data), run.n + 1)
-            if task.rollout:
-                batches = [filled_up(batch, run.recipe.microbatches * shares) for batch in batches]
-                segments = np.concatenate([batch["segments"].reshape(-1) for batch in batches])
-                numbers |= {"padding": float(np.mean(segments == 0))}
+            batches, numbers, samples = source.take()
             dog.begin(run.n + 1, batches)
             # -------------------------------------------------------------------------------------- as many updates
             step = twice.twice(run.step, run.n + 1) if twice.is_due(run.n + 1) else run.step
@@ -75,8 +55,7 @@ def train(run: Run) -> pathlib.Path:
             numbers |= mean_of_updates(updates)
             why, reason = run.guard.check(run.n, run.state, numbers, updates, batches), stop.agreed()
             numbers |= dog.done(run.n, **numbers)
-            if ahead:
-                ahead.finish()
+            source.finish()
             # ---------------------------------------------------------------------------- evaluation, logging, saving
             if run.is_due(run.eval_every):
                 numbers |= run.validation.evaluate(run.model(), run.n, watch.wrong)

@@ -1,4 +1,5 @@
-"""Rollouts that are one step off: that of a step is made beside the update of the step before, with its first weights.
+"""The batches of a step: of the data, or of a rollout; and rollouts that are one step off, each made beside the update
+of the step before, with its first weights.
 
 The schedule is fixed: a rollout and an update begin and end together, whichever takes longer, so a run is a function of
 its seed. Each rollout is written to the run's folder before the checkpoint that needs it.
@@ -6,6 +7,7 @@ its seed. Each rollout is written to the run's folder before the checkpoint that
 
 import concurrent.futures
 import json
+import math
 import os
 import pathlib
 from typing import Any, Self
@@ -15,9 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from kernels.mesh import BATCH
 from train.base.goodput import timed
+from train.run.start import Run
 from train.state.offload import to_device
 from train.state.state import TrainState
+from train.step.microbatches import filled_up
 from train.step.task import Rolled, Rollout
 from zoo import lora
 
@@ -25,8 +30,47 @@ from zoo import lora
 FOLDER = "ahead"  # within the run's
 
 
+class Batches:
+    """The batches of each step of a run. Use it in a `with` that ends when the run does."""
+
+    def __init__(self, run: Run):
+        self.run, task = run, run.task
+        self._ahead = (
+            Ahead(task.rollout, run.mesh, run.out, task.updates) if task.rollout and task.one_step_off else None
+        )
+        self._multiple = run.recipe.microbatches * math.prod(run.mesh.shape[axis] for axis in BATCH)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ahead:
+            self._ahead.close()
+
+    def take(self) -> Rolled:
+        """Returns the batches of the next step, and begins the rollout of the step after it, if that is to be ahead."""
+        run, element = self.run, timed("input")(next)
+        if run.task.rollout is None:
+            return Rolled([element(run.data)], {})
+        rolled = self._ahead and self._ahead.take(run.n)
+        if rolled is None:
+            rolled = timed("generation")(run.task.rollout)(run.model(), element(run.data), run.n, run.out)
+        if self._ahead and run.n + 1 < run.steps:
+            self._ahead.begin(run.state, run.trained.frozen, element(run.data), run.n + 1)
+        batches = [filled_up(batch, self._multiple) for batch in rolled.batches]
+        segments = np.concatenate([batch["segments"].reshape(-1) for batch in batches])
+        return rolled._replace(
+            batches=batches, numbers=dict(rolled.numbers) | {"padding": float(np.mean(segments == 0))}
+        )
+
+    def finish(self) -> None:
+        """Waits for the rollout that has begun, if there is one, and writes it to the run's folder."""
+        if self._ahead:
+            self._ahead.finish()
+
+
 class Ahead:
-    """The rollouts of a run, of which at most one is being made. Use it in a `with` that ends when the run does."""
+    """The rollouts of a run, of which at most one is being made."""
 
     def __init__(self, rollout: Rollout, mesh: Mesh, out: pathlib.Path, updates: int):
         """
@@ -38,10 +82,7 @@ class Ahead:
         self._pool = concurrent.futures.ThreadPoolExecutor(1)
         self._next: tuple[int, concurrent.futures.Future[Rolled]] | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def begin(self, state: TrainState, frozen: Any, element: Any, n: int) -> None:
