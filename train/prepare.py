@@ -27,12 +27,13 @@ from zoo.source import Source
 
 
 def main(o: PrepareOptions) -> dict[str, Any]:
-    """Writes the store, and returns the content of its store.json (`train.data.store`).
+    """Writes the store, and returns the content of its store.json (`train.data.store`); nothing if other machines still
+    make files of it.
 
     Raises:
         ValueError, OSError: the data cannot be learnt from, or the folder is of another preparation.
     """
-    model = Source.open(o.model, o.revision)
+    (number, of), model = o.share, Source.open(o.model, o.revision)
     tokenizer = zoo.tokenizer(model, **o.chat.arguments)
     kind, shape = o.how(model.config.vocab_size)
     opened = [open_records(path, o.hold_out, o.naming.columns) for path in o.data]
@@ -45,21 +46,25 @@ def main(o: PrepareOptions) -> dict[str, Any]:
     about |= {"hold_out": o.hold_out, "seed": o.seed, "sources": [dict(files=files) for files in sources]}
     about |= {"columns": " ".join(o.naming.columns)} if o.naming.columns else {}
     o.out.parent.mkdir(parents=True, exist_ok=True)
-    if other := lock(o.out.with_name(f"{o.out.name}.lock"), o):
+    own = f".{o.part.replace('/', '-of-')}" if o.part else ""
+    if other := lock(o.out.with_name(f"{o.out.name}{own}.lock"), o):
         raise OSError(f"{o.out} is being prepared by another command ({other}): wait until it has ended.")
     store.begin(o.out, about)
     shards = shards_of(o, opened)
-    done = {shard.name: found for shard in shards if (found := store.finished(o.out, shard.name))}
-    if done:
+    finished = lambda: {shard.name: found for shard in shards if (found := store.finished(o.out, shard.name))}
+    if done := finished():
         rich.print(f"{len(done):,} of {len(shards):,} files are there already.")
-    left = [shard for shard in shards if shard.name not in done]
+    left = [shard for shard in shards[number::of] if shard.name not in done]
     workers = min(o.workers or os.cpu_count() or 1, len(left))
     bar = rich.progress.Progress(*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
     with bar as progress:
-        task = progress.add_task("Preparing", total=len(shards), completed=len(done))
-        for shard, found in made(o, left, workers):
-            done[shard.name] = found
+        total = len(shards[number::of])
+        task = progress.add_task("Preparing", total=total, completed=total - len(left))
+        for _ in made(o, left, workers):
             progress.advance(task)
+    if missing := len(shards) - len(done := finished()):
+        rich.print(f"{missing:,} of {len(shards):,} files are still to be made, by the other parts.")
+        return {}
     content = store.end(o.out, done)
     for split in content["splits"]:
         report.rows(f"{o.out}, {split}", dict(store.summary(content, split)))

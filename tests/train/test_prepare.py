@@ -86,12 +86,27 @@ def test_what_is_finished_is_not_made_again(data, tmp_path, small, monkeypatch):
     (whole / "store.json").unlink()
     (whole / "train-00002-of-00009.json").unlink()  # this file is written last
     (whole / "train-00004-of-00009.array_record").write_bytes(b"cut off")
-    (whole / "train-00005-of-00009.tmp").write_bytes(b"begun")
+    (whole / "train-00005-of-00009.array_record.elsewhere-1.tmp").write_bytes(b"begun")
     with pytest.raises(FileNotFoundError, match=r"whole is not complete: run `python -m train.prepare`"):
         store.read(whole)
     prepare.main(options(data, whole))
-    (whole / "train-00005-of-00009.tmp").unlink()
     assert made == ["train-00002-of-00009", "train-00004-of-00009"] and contents(whole) == expected
+
+
+def test_parts_on_several_machines(data, tmp_path, small, capsys):
+    """Parts make the bytes of one machine, in any order; the last one completes the store, and repeating one does no
+    harm."""
+    prepare.main(options(data, tmp_path / "whole"))
+    for part in ("2/3", "0/3", "2/3"):
+        assert prepare.main(options(data, tmp_path / "parts", part=part)) == {}
+    assert "3 of 10 files are still to be made, by the other parts." in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match="is not complete"):
+        store.read(tmp_path / "parts")
+    prepare.main(options(data, tmp_path / "parts", part="1/3"))
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    for part in ("3/3", "1", "a/b", "1/0"):
+        with pytest.raises(ValueError, match=f"--part {part}: write the number of this machine"):
+            prepare.main(options(data, tmp_path / "other", part=part))
 
 
 def test_columns(tmp_path, small):

@@ -6,6 +6,8 @@
     store.json                              all of these together; written last: a folder without it is incomplete
 
 The bytes of a file of rows follow from its records alone, whichever process makes it, so no file is made twice.
+Machines that share a folder may write to it at once: each has names of its own for what it has begun, and renames it at
+its end.
 """
 
 import bisect
@@ -13,9 +15,11 @@ import concurrent.futures
 import hashlib
 import itertools
 import json
+import os
 import pathlib
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -55,8 +59,9 @@ def begin(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
         ValueError: the folder is of another preparation, or has other files.
     """
     new = public_json(dict(about))
+    files = [path.name for path in folder.iterdir()] if folder.exists() else []
     if not is_store(folder):
-        if folder.exists() and any(path.name != f"{ABOUT}.tmp" for path in folder.iterdir()):
+        if not all(name.startswith(ABOUT) for name in files):
             raise ValueError(f"{folder} has other files: name a new folder by --out.")
         folder.mkdir(parents=True, exist_ok=True)
         _write_json(folder / ABOUT, new)
@@ -72,13 +77,14 @@ def shard_name(split: str, number: int, of: int) -> str:
 def write_shard(folder: pathlib.Path, name: str, rows: Iterable[Row], records: int) -> dict[str, Any]:
     """Writes rows to NAME.array_record, and their counts to NAME.json. Returns the content of NAME.json.
 
-    If the process is interrupted, NAME.json is missing, and a later start writes NAME.array_record again.
+    If the process is interrupted, NAME.json is missing, and a later start writes NAME.array_record again. What it has
+    begun goes when the store is complete.
 
     Args:
         records: the number of records that the rows are made of.
     """
     path, counts = folder / f"{name}.array_record", dict.fromkeys(COUNTED, 0) | {"records": records}
-    new = path.with_suffix(".tmp")
+    new = _own(path)
     writer = array_record_module.ArrayRecordWriter(str(new), "group_size:1")
     for row in rows:
         _written(path, writer.write, to_bytes(row))
@@ -97,7 +103,7 @@ def _written(path: pathlib.Path, write: Callable[..., None], *data: bytes) -> No
     try:
         write(*data)
     except RuntimeError as error:
-        path.with_suffix(".tmp").unlink(missing_ok=True)  # otherwise a full disk would stay full
+        _own(path).unlink(missing_ok=True)  # otherwise a full disk would stay full
         free = shutil.disk_usage(path.parent).free / 1e9
         raise OSError(
             f"{path} could not be written, where {free:.1f} GB are free: {error}. Make room; then the same command "
@@ -122,12 +128,20 @@ def end(folder: pathlib.Path, shards: Mapping[str, Mapping[str, Any]]) -> dict[s
         of_split = splits.setdefault(name.partition("-")[0], dict.fromkeys(COUNTED, 0))
         for key in COUNTED:
             of_split[key] += shard[key]
+    for path in folder.glob("*.tmp"):
+        path.unlink(missing_ok=True)
     return _write_json(folder / STORE, about | {"splits": splits, "shards": dict(sorted(shards.items()))})
 
 
 def _write_json(path: pathlib.Path, content: dict[str, Any]) -> dict[str, Any]:
-    writing.write(path, public(json.dumps(content, indent=1)) + "\n")
+    writing.write(new := _own(path), public(json.dumps(content, indent=1)) + "\n")
+    new.replace(path)
     return content
+
+
+def _own(path: pathlib.Path) -> pathlib.Path:
+    """Returns the name under which this process writes a file, before it renames it."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
 # ======================================================================================================================

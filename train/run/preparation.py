@@ -9,6 +9,7 @@ import functools
 import multiprocessing
 import os
 import pathlib
+import re
 from typing import Any
 
 import grain
@@ -34,6 +35,21 @@ class PrepareOptions(RowOptions):
     """Seed of the order in which each file's records are packed. A run shuffles the rows of all files of the store."""
     workers: int = 0
     """Number of processes. 0: as many as the machine has cores."""
+    part: str = ""
+    """Part of the files that this machine makes, such as 0/8 to 7/8 on eight machines that share the folder; all name
+    the same number. The one that ends last completes the store."""
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Returns the number of this machine, from 0 on, and that of all.
+
+        Raises:
+            ValueError: --part is no such pair.
+        """
+        match = re.fullmatch(r"(\d+)/(\d+)", self.part or "0/1")
+        if not match or not int(match[1]) < int(match[2]):
+            raise ValueError(f"--part {self.part}: write the number of this machine and that of all, as in 0/8 to 7/8.")
+        return int(match[1]), int(match[2])
 
 
 @dataclasses.dataclass(frozen=True)
