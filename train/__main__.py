@@ -29,6 +29,7 @@ COMMANDS = {
     "compare": ("train.compare", "compare the metrics of runs"),
     "replay": ("train.replay", "compute a bad step of a run again"),
     "report": ("train.report", "write a run's page again"),
+    "completion": ("train.completion", "print what completes these commands and their options in bash or zsh"),
 }
 
 

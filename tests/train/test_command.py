@@ -3,12 +3,14 @@
 import pathlib
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 
 import pytest
 
 from train import __main__ as command
+from train import completion
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -43,3 +45,24 @@ def test_help_and_unknown(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["zoo", "tune"])
     with pytest.raises(SystemExit, match=r"There is no command 'tune': give one of chat, serve"):
         command.main()
+
+
+def test_completion(monkeypatch, tmp_path, capsys):
+    """Bash completes commands, and the options of each; where no option begins, it completes files."""
+    monkeypatch.setattr(completion, "COMMANDS", {name: command.COMMANDS[name] for name in ("report", "mine")})
+    completion.main("bash")
+    (tmp_path / "zoo").write_text(capsys.readouterr().out)
+
+    def completed(*words):
+        lines = [f"source {tmp_path / 'zoo'}", f"COMP_WORDS=({' '.join(words)} '')", f"COMP_CWORD={len(words) - 1}"]
+        lines += ["_zoo", 'echo "${COMPREPLY[@]}"']
+        return subprocess.run(
+            ["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+        ).stdout.split()
+
+    assert completed("zoo", "re") == ["report"]
+    assert completed("zoo", "mine", "--ma") == ["--margin"] and completed("zoo", "report", "--ma") == []
+    assert completed("zoo", "mine", "tex") == []
+    monkeypatch.setattr(completion, "COMMANDS", {})
+    completion.main("zsh")
+    assert capsys.readouterr().out.startswith("autoload")
