@@ -318,6 +318,7 @@ def test_fused_kernels_of_models_sizes(sizes, erase):
     hold_half(np.repeat([[1, 2]], [100, 284], axis=1), *sizes, strength=100.0, erase=erase)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="leaves it to XLA to remove a kernel that nobody reads")
 def test_fused_kernels_run_once_where_a_policy_saves_their_results():
     """Without the names the forward loop runs a second time, in the backward pass."""
     given, _ = in_half(HALF_SEGMENTS, 1, 2, 32, 32, strength=1.0)
