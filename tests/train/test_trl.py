@@ -58,8 +58,8 @@ def ours(folder):
             complete = rollouts.complete
             patch.setattr(rollouts, "complete", keep)
             (batch,), *_ = rollouts.rollout(
-                model, prompts, 0, options=o.rollouts, rewards=o.rewards, judges=[judge], tokenizer=tokenizer,
-                mesh=mesh, seq_len=24, dtype="float32", seed=0,
+                model, prompts, 0, None, options=o.rollouts, rewards=o.rewards, judges=[judge], tokenizer=tokenizer,
+                mesh=mesh, rows=2, dtype="float32", seed=0,
             )  # fmt: skip
             sgd = optax.sgd(1e-3)
             recipe = Recipe(
