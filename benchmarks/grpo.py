@@ -51,7 +51,7 @@ def zoo_step(folder: str, prompts: int, group: int, new: int) -> Callable[[], fl
     import zoo
     from train import grpo
     from train.data.prompts import Prompt
-    from train.methods.rollouts import rollout
+    from train.methods.rollouts import rollout, rows_of
     from train.state.optim import make_optimizer
     from train.state.state import init_state
     from train.step.step import Recipe, jit_train_step
@@ -69,14 +69,14 @@ def zoo_step(folder: str, prompts: int, group: int, new: int) -> Callable[[], fl
     state = init_state(model, optimizer)
     update = jit_train_step(state, recipe)
     asked = [Prompt(tokenizer.encode(QUESTIONS[n % len(QUESTIONS)]), {}) for n in range(prompts)]
-    longest, n = max(len(prompt.ids) for prompt in asked), 0
+    n = 0
 
     def step() -> float:
         nonlocal state, n
         with jax.set_mesh(mesh):
             batches, *_ = rollout(
-                state.model, asked, n, options=o.rollouts, rewards=o.rewards, judges=[lambda text, _: reward(text)],
-                tokenizer=tokenizer, mesh=mesh, seq_len=longest + new - 1, dtype="float32", seed=0,
+                state.model, asked, n, None, options=o.rollouts, rewards=o.rewards,
+                judges=[lambda text, _: reward(text)], tokenizer=tokenizer, mesh=mesh, rows=rows_of(prompts * group, 1), dtype="float32", seed=0,
             )  # fmt: skip
             state, metrics = update(state, {name: jnp.asarray(array) for name, array in batches[0].items()}, None)
         n += 1
