@@ -76,7 +76,8 @@ def zoo_step(folder: str, prompts: int, group: int, new: int) -> Callable[[], fl
         with jax.set_mesh(mesh):
             batches, *_ = rollout(
                 state.model, asked, n, None, options=o.rollouts, rewards=o.rewards,
-                judges=[lambda text, _: reward(text)], tokenizer=tokenizer, mesh=mesh, rows=rows_of(prompts * group, 1), dtype="float32", seed=0,
+                judges=[lambda text, _: reward(text)], tokenizer=tokenizer, mesh=mesh, rows=rows_of(prompts * group, 1),
+                dtype="float32", seed=0,
             )  # fmt: skip
             state, metrics = update(state, {name: jnp.asarray(array) for name, array in batches[0].items()}, None)
         n += 1
