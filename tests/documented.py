@@ -52,7 +52,7 @@ SMALL = {
     "train.embed": f"{SHORT} --batch 16",
     "train.tiny.pairs": "",
     "train.mine": "",
-    "train.distill": f"{SHORT} --batch 4",
+    "train.distill": f"{SHORT} --batch 4 --max-new-tokens 4",
     "train.grpo": "--seq-len 128 --steps 1 --prompts 2 --group 2 --rollout-batch 4 --max-new-tokens 4",
     "train.environments": "--count 20",
     "train.environments.tiny": "",
@@ -74,6 +74,7 @@ ELSEWHERE = {
     "python -m tests.": "these write what lies in the repository",
     "python -m train.sft --eval-tasks my_tasks/": "tests/train/test_tasks.py runs it where lm-eval is installed",
     "python -m train.sft --tracker": "tests/train/test_watch.py runs it, with packages that stand in for the trackers'",
+    "python -m train.distill --teacher math=": "tests/train/test_on_policy.py has several teachers",
     "python -m train.plan": "it needs the compilers' wheels; tests/train/test_plan.py",
 }
 LONG = ("python -m train.sft", "python -m train.dpo", "python -m train.reward")  # transcripts of these take minutes
