@@ -129,7 +129,8 @@ def end(folder: pathlib.Path, shards: Mapping[str, Mapping[str, Any]]) -> dict[s
         for key in COUNTED:
             of_split[key] += shard[key]
     for path in folder.glob("*.tmp"):
-        path.unlink(missing_ok=True)
+        if not path.name.startswith(STORE):  # another machine may be about to complete the store, too
+            path.unlink(missing_ok=True)
     return _write_json(folder / STORE, about | {"splits": splits, "shards": dict(sorted(shards.items()))})
 
 
