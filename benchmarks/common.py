@@ -30,6 +30,11 @@ REFERENCE: dict[str, Any] = dict(
     model_type="qwen3", vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
     num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=False,
 )  # fmt: skip
+QWEN3_600M: dict[str, Any] = dict(
+    model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+    num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1e6,
+    tie_word_embeddings=True,
+)  # fmt: skip
 
 
 class Contestant:

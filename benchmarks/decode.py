@@ -14,11 +14,21 @@ import dataclasses
 import importlib.util
 import tempfile
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 
 from benchmarks import in_llama
-from benchmarks.common import REFERENCE, Contestant, alternate, import_transformers, ratios, report, write_checkpoint
+from benchmarks.common import (
+    QWEN3_600M,
+    REFERENCE,
+    Contestant,
+    alternate,
+    import_transformers,
+    ratios,
+    report,
+    write_checkpoint,
+)
 from benchmarks.gpu import matches
 
 
@@ -168,6 +178,7 @@ def batches(work: Work, batch: int) -> list[Work]:
     return [work[at : at + batch] for at in range(0, len(work), batch)]
 
 
+MODELS = {"34m": REFERENCE, "qwen3-0.6b": QWEN3_600M}
 FIXED = ("zoo", "transformers")
 BUILDS = {
     "zoo": zoo_engine,
@@ -189,12 +200,12 @@ def main(
     batch: int = 8,
     prompt: int = 64,
     new: int = 128,
-    layers: int = 8,
+    model: Literal["34m", "qwen3-0.6b"] = "34m",
     rounds: int = 7,
     only: tuple[str, ...] = ("*",),
     by: tuple[str, ...] = ("*",),
 ) -> None:
-    """Measures tokens per second over all sequences, for a small Qwen3; prefill is part of the time.
+    """Measures tokens per second over all sequences, for a Qwen3; prefill is part of the time.
 
     Args:
         equal: batch sizes for sequences of one length; each is measured by itself.
@@ -206,12 +217,12 @@ def main(
         batch: number of the sequences of "ragged" that are decoded at once.
         prompt: tokens of a prompt.
         new: tokens to generate.
-        layers: layers of the model.
+        model: sizes of the model: 33.6 million parameters, or those of Qwen3-0.6B; weights are random and in float32.
         rounds: rounds in which all take turns, after a first call each.
         only: cases whose names one of these patterns matches.
         by: contestants whose names one of these patterns matches, beside "zoo" and "transformers".
     """
-    config, random = REFERENCE | dict(num_hidden_layers=layers), np.random.default_rng(0)
+    config, random = MODELS[model], np.random.default_rng(0)
     some = lambda tokens: random.integers(config["vocab_size"], size=tokens).tolist()
     length, own = lambda: max(1, round(new / 32 ** random.random())), lambda: some(random.integers(8, prompt + 1))
     begin = some(8 * prompt)

@@ -88,5 +88,5 @@ def compiled_programs_end_before_there_are_too_many():
     """Clears JAX's caches in time: each program holds memory maps, of which Linux gives a process 65,530."""
     yield
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()

@@ -29,7 +29,7 @@ def test_links_lead_to_files():
 
 FEATURES = sorted(
     {page for page in DOCS if page.parent == ROOT / "docs"}
-    - {ROOT / f"docs/{name}.md" for name in ("README", "coming-from", "explanations", "families", "glossary", "step")}
+    - {ROOT / f"docs/{name}.md" for name in ("README", "coming-from", "explanations", "families", "glossary", "news", "step")}
 )
 
 
