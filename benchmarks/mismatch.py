@@ -32,7 +32,7 @@ from train.state.mesh import generating, put_batch
 from train.step import loss
 from train.step.language import features
 from train.step.step import Batch
-from zoo.generation.engine import complete
+from zoo.generation.complete import complete
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel
 from zoo.nn.routing import replayed

@@ -69,7 +69,8 @@ for _name in ("kernels", "convert"):  # not train: zoo does not import it
 from zoo import lora, surgery
 from zoo.activations import capture
 from zoo.evaluation import evaluate
-from zoo.generation.engine import Completion, Engine, complete
+from zoo.generation.complete import complete
+from zoo.generation.engine import Completion, Engine
 from zoo.generation.generate import generate, stream
 from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import ModelDraft, MTPDraft, NGramDraft

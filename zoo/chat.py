@@ -14,9 +14,11 @@ import tyro
 from jax.sharding import Mesh
 
 import zoo
-from zoo.generation.engine import Completion, Engine, bucket, part_of_images
+from zoo.generation.engine import Completion, Engine
 from zoo.generation.generate import Encoded, encode, pieces, without_text
+from zoo.generation.images import part_of_images
 from zoo.generation.sampling import Sampling
+from zoo.generation.shapes import bucket
 from zoo.generation.speculative import AbstractDraft, ModelDraft, MTPDraft, NGramDraft
 from zoo.nn.model import AbstractModel, require_vision
 from zoo.source import Source

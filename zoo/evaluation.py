@@ -23,9 +23,8 @@ import rich.progress
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.cross_entropy.chunks import Chunks
-from zoo.generation.decoding import bucket
-from zoo.generation.engine import filled, padded
 from zoo.generation.generate import generate
+from zoo.generation.shapes import bucket, filled, padded
 from zoo.nn import rows
 from zoo.nn.cache import init_cache
 from zoo.nn.model import AbstractModel

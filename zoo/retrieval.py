@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from zoo.generation.engine import bucket
+from zoo.generation.shapes import bucket
 from zoo.nn.heads import ClassificationHead, EmbeddingHead, normalized, pool
 from zoo.nn.model import AbstractModel
 from zoo.text import questions as asking

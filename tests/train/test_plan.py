@@ -423,7 +423,7 @@ def test_rollouts(config, monkeypatch, cache):
     make = lambda: cast(planner.family_of(config).Model(config, key=jax.random.key(0)), jnp.bfloat16)
     seen, real = [], noise(make)
     with pytest.raises(Read) as found:
-        engine.complete(
+        zoo.complete(
             real, [[1] * 40] * 8, samples=4, max_new_tokens=24, batch=20,
             cache_dtype=None if cache == "auto" else cache,
         )  # fmt: skip

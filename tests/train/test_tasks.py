@@ -13,7 +13,7 @@ from train.data.records import Record
 from train.evaluate import task as task_
 from train.evaluate import tasks
 from train.evaluate.validation import best, lower
-from zoo.generation.engine import complete
+from zoo.generation.complete import complete
 from zoo.mesh import make_mesh
 
 

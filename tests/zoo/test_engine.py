@@ -14,8 +14,10 @@ from kernels.backends import compile_options
 from tests.zoo import tiny
 from tests.zoo.programs import forward, noise
 from zoo.generation import decoding
-from zoo.generation.engine import Engine, bucket, complete
+from zoo.generation.complete import complete
+from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling, settings
+from zoo.generation.shapes import bucket
 from zoo.mesh import make_mesh
 
 

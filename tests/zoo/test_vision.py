@@ -29,7 +29,9 @@ from tests.zoo.test_images import png
 from tests.zoo.test_serve import CHAT, Running
 from tests.zoo.tiny import gemma3
 from zoo.generation.decoding import Reading, check_rewinds, init_state, read
-from zoo.generation.engine import Engine, batched_images, bucket, padded, part_of_images
+from zoo.generation.engine import Engine
+from zoo.generation.images import batched_images, part_of_images
+from zoo.generation.shapes import bucket, padded
 from zoo.generation.speculative import ModelDraft
 from zoo.nn.fields import is_ignorable
 from zoo.nn.layers import AbstractLinear, Linear

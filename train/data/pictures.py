@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int, Int32, Shaped
 
 from train.data.records import Record
-from zoo.generation.engine import bucket
+from zoo.generation.shapes import bucket
 from zoo.nn.model import Images
 from zoo.text import prompts
 from zoo.text.messages import Messages, has_images, image_parts

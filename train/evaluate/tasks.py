@@ -23,8 +23,9 @@ from train.data.records import Record, open_records
 from train.evaluate.task import WRONG, Task, TaskOptions, Wrong
 from train.state.mesh import generating
 from zoo import evaluation
-from zoo.generation.engine import Completion, Engine, bucket
+from zoo.generation.engine import Completion, Engine
 from zoo.generation.sampling import Sampling
+from zoo.generation.shapes import bucket
 from zoo.nn.model import AbstractConfig, AbstractModel
 from zoo.text.tokenizer import Tokenizer
 

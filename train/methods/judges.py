@@ -20,7 +20,7 @@ from train.data.record import Record
 from train.state.mesh import put_batch
 from train.step.language import features
 from train.step.step import Batch
-from zoo.generation.engine import bucket
+from zoo.generation.shapes import bucket
 from zoo.nn.heads import ClassificationHead
 from zoo.nn.model import AbstractModel
 from zoo.source import Source

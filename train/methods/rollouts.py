@@ -29,8 +29,11 @@ from train.methods.judges import Judge
 from train.state.mesh import generating
 from train.step import loss
 from train.step.task import Rolled
-from zoo.generation.decoding import Record, bucket
-from zoo.generation.engine import Completion, complete, joined_images
+from zoo.generation.complete import complete
+from zoo.generation.decoding import Record
+from zoo.generation.engine import Completion
+from zoo.generation.images import joined_images
+from zoo.generation.shapes import bucket
 from zoo.nn.model import AbstractModel, Images
 from zoo.text.tokenizer import Tokenizer
 
@@ -241,7 +244,7 @@ def sampled(
 
 
 def filters(model: AbstractModel, options: RolloutOptions) -> dict[str, Any]:
-    """Returns the arguments of `zoo.generation.engine.complete` for --top-k and --top-p."""
+    """Returns the arguments of `zoo.generation.complete.complete` for --top-k and --top-p."""
     if not options.top_k:
         return {}
     top = support.size(options.top_k, model.config.vocab_size)

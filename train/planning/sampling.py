@@ -17,8 +17,9 @@ from train.base.places import here
 from train.planning.ahead import Compiled, Program, device_bytes
 from zoo import lora
 from zoo.generation import decoding
-from zoo.generation.decoding import CHUNK, bucket, most_together
+from zoo.generation.decoding import CHUNK, most_together
 from zoo.generation.sampling import settings
+from zoo.generation.shapes import bucket
 from zoo.nn.cache import partition_specs, split_over
 from zoo.nn.model import AbstractConfig
 from zoo.nn.rows import windows

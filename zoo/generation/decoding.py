@@ -26,6 +26,7 @@ from kernels.backends.device import Device, device
 from kernels.mesh import BATCH
 from zoo.generation.pages import Layout
 from zoo.generation.sampling import Settings
+from zoo.generation.shapes import bucket
 from zoo.nn import rows
 from zoo.nn.cache import AbstractCache, partition_specs, split_over
 from zoo.nn.model import AbstractModel, Images
@@ -182,11 +183,6 @@ def most_together(seq: int) -> int:
     one.
     """
     return AT_ONCE if device().platform != "cpu" else max(1, min(AT_ONCE, 1024 // seq))
-
-
-def bucket(size: int, least: int = 16) -> int:
-    """Returns the next power of two, to which arrays are padded so that few shapes are compiled."""
-    return max(least, 1 << (size - 1).bit_length())
 
 
 def init_caches(

@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Hashable, Sequence
-from typing import Unpack
 
 import equinox as eqx
 import jax
@@ -29,17 +28,18 @@ from zoo.generation.decoding import (
     Reading,
     Record,
     Rows,
-    bucket,
     init_state,
     read,
     room,
     take,
 )
+from zoo.generation.images import batched_images, joined_images, part_of_images
 from zoo.generation.pages import Pool, Table
 from zoo.generation.prefixes import Prefix, Prefixes, ends_of_chunks, keys_of_chunks
-from zoo.generation.sampling import Sampling, SamplingOptions, settings
+from zoo.generation.sampling import Sampling, settings
+from zoo.generation.shapes import bucket, filled, padded
 from zoo.generation.speculative import AbstractDraft
-from zoo.nn.model import AbstractModel, Images, pad_patches, require_vision
+from zoo.nn.model import AbstractModel, Images, require_vision
 from zoo.nn.rows import all_in_pages, windows
 from zoo.weights.gather import gathered
 
@@ -691,57 +691,6 @@ class Engine:
         )
 
 
-def complete(
-    model: AbstractModel,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling = Sampling(),  # noqa: B008 (a value)
-    *,
-    samples: int = 1,
-    stops: Sequence[int] = (),
-    batch: int = 64,
-    cache_dtype: DTypeLike | None = None,
-    draft: AbstractDraft | None = None,
-    images: Sequence[Images | None] = (),
-    top: int = 0,
-    record: Sequence[Record] = (),
-    **options: Unpack[SamplingOptions],
-) -> list[list[Completion]]:
-    """Completes each prompt `samples` times, `batch` sequences at a time, and returns them in the prompts' order.
-
-    Fields of `Sampling` may be given by keyword, as to `zoo.generate`, whose greedy texts (the default) have the same
-    tokens. Completion n of prompt m draws with the key `fold_in(fold_in(key(seed), m), n)`, whatever else is decoded. A
-    completion ends with the first of the `stops`. `cache_dtype` "int8" keeps the cache in 8 bits. A `draft` makes this
-    faster if the model accepts many of its tokens (docs/generation.md). `images` has each prompt's images, or None for
-    a prompt without any; () if no prompt has images. `top` is that of `Engine.submit`, and `record` that of `Engine`.
-
-    Raises:
-        TypeError: a keyword is no field of `Sampling`.
-        ValueError: as in `Engine.submit`; the message names the prompt.
-    """
-    sampling = sampling.changed(options)
-    if not prompts:
-        return []
-    for n, prompt in enumerate(prompts):
-        check(model, prompt, sampling.max_new_tokens, f"Prompt {n}")
-    engine = Engine(
-        model,
-        batch=min(batch, len(prompts) * samples),
-        max_tokens=bucket(max(map(len, prompts))) + sampling.max_new_tokens,
-        stops=stops,
-        cache_dtype=cache_dtype,
-        draft=draft,
-        record=record,
-    )
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(sampling.seed), np.arange(len(prompts)))
-    completions = [
-        engine.submit(prompt, sampling, key=key, samples=samples, images=shown, top=top)
-        for prompt, key, shown in zip(prompts, keys, images or [None] * len(prompts), strict=True)
-    ]
-    while not engine.idle:
-        engine.step()
-    return completions
-
-
 def check(model: AbstractModel, prompt: Sequence[int], new: int, name: str = "The prompt") -> None:
     """Raises ValueError unless the model can continue this prompt by `new` tokens."""
     limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
@@ -759,69 +708,3 @@ def check(model: AbstractModel, prompt: Sequence[int], new: int, name: str = "Th
             f"{name} has {len(prompt)} tokens, which with max_new_tokens={new} exceeds the model's {limit} positions; "
             "shorten one of them."
         )
-
-
-def filled(numbers: Sequence[int], count: int, other: int) -> Int[np.ndarray, " count"]:
-    """Returns numbers as an array of `count`, with another number in the places of those that there are not."""
-    return np.array([*numbers, *[other] * (count - len(numbers))], np.int32)
-
-
-def padded(
-    prompts: Sequence[Sequence[int]], rows: int, seq: int
-) -> tuple[Int[np.ndarray, "rows seq"], Int[np.ndarray, " rows"]]:
-    """Right-pads prompts, and returns them with their lengths; rows without a prompt are padding."""
-    tokens, lengths = np.zeros((rows, seq), np.int32), np.zeros(rows, np.int32)
-    for n, prompt in enumerate(prompts):
-        tokens[n, : len(prompt)], lengths[n] = prompt, len(prompt)
-    return tokens, lengths
-
-
-def part_of_images(images: Images | None, start: int, end: int) -> Images | None:
-    """Returns the images of a row's tokens from `start` to `end` - 1; None: there are none."""
-    if images is None or not (images.image[0, start:end] >= 0).any():
-        return None
-    image = np.asarray(images.image)[:, start:end]
-    kept = np.unique(image[image >= 0])
-    renumbered = np.where(image < 0, -1, np.searchsorted(kept, image)).astype(np.int32)
-    feature = np.asarray(images.feature)[:, start:end]
-    return Images(np.asarray(images.patches)[kept], np.asarray(images.grids)[kept], renumbered, feature)
-
-
-def joined_images(first: Images | None, length: int, second: Images | None, more: int) -> Images | None:
-    """Joins the images of a row of `length` tokens with those of `more` tokens that follow."""
-    first, second = part_of_images(first, 0, length), part_of_images(second, 0, more)
-    if first is None and second is None:
-        return None
-    patches, grids, before = [], [], 0
-    image, feature = np.full((1, length + more), -1, np.int32), np.zeros((1, length + more), np.int32)
-    for images, at in ((first, 0), (second, length)):
-        if images is not None:
-            here = slice(at, at + images.image.shape[1])
-            image[:, here] = np.where(images.image < 0, -1, images.image + before)
-            feature[:, here], before = images.feature, before + len(images.patches)
-            patches, grids = patches + list(np.asarray(images.patches)), grids + list(np.asarray(images.grids))
-    return Images(pad_patches(patches), np.stack(grids), image, feature)
-
-
-def batched_images(each: Sequence[Images | None], rows: int, seq: int) -> Images | None:
-    """Joins the images of prompts into those of a padded batch [rows, seq]; None if there are no images.
-
-    The last image is repeated until their number is a power of two, so that few shapes are compiled.
-    """
-    if not (some := [images for images in each if images is not None]):
-        return None
-    up = lambda x, size: np.concatenate([x, x[-1:].repeat(size - len(x), axis=0)])
-    patches, grids = (
-        pad_patches([np.asarray(one) for images in some for one in images.patches]),
-        [images.grids for images in some],
-    )
-    patches, grids = (up(x, bucket(len(patches), 1)) for x in (patches, np.concatenate(grids)))
-    image, feature = np.full((rows, seq), -1, np.int32), np.zeros((rows, seq), np.int32)
-    first = 0
-    for row, images in enumerate(each):
-        if images is not None:
-            length = images.image.shape[1]
-            image[row, :length] = np.where(images.image[0] < 0, -1, images.image[0] + first)
-            feature[row, :length] = images.feature[0]
-            first += len(images.patches)
-    return Images(patches, grids, image, feature)

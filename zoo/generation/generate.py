@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Unpack, overload
 import jax
 from jax.typing import DTypeLike
 
-from zoo.generation.engine import Completion, Engine, bucket, check
+from zoo.generation.engine import Completion, Engine, check
 from zoo.generation.sampling import Sampling, SamplingOptions
+from zoo.generation.shapes import bucket
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images
 from zoo.text.messages import Messages, has_images

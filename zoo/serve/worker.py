@@ -18,7 +18,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels.cross_entropy.chunks import Chunks
-from zoo.generation.engine import Completion, Engine, bucket
+from zoo.generation.engine import Completion, Engine
+from zoo.generation.shapes import bucket
 from zoo.nn.model import AbstractModel
 from zoo.serve.fields import TOP, Refusal
 from zoo.serve.metrics import Metrics
