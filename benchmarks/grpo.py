@@ -51,7 +51,8 @@ def zoo_step(folder: str, prompts: int, group: int, new: int) -> Callable[[], fl
     import zoo
     from train import grpo
     from train.data.prompts import Prompt
-    from train.methods.rollouts import rollout, rows_of
+    from train.methods.rollouts import rollout
+    from train.methods.texts import rows_of
     from train.state.optim import make_optimizer
     from train.state.state import init_state
     from train.step.step import Recipe, jit_train_step

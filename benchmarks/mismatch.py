@@ -27,7 +27,7 @@ import numpy as np
 import zoo
 from benchmarks.common import report
 from tests.zoo import tiny
-from train.methods.rollouts import Text, packed
+from train.methods.texts import Text, packed
 from train.state.mesh import generating, put_batch
 from train.step import loss
 from train.step.language import features

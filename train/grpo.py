@@ -35,18 +35,12 @@ from train.data.pictures import of_rows
 from train.data.prompts import encode
 from train.data.records import Record, open_records
 from train.methods import trajectories
+from train.methods.chats import Chats
 from train.methods.environments import EnvironmentOptions, Host
 from train.methods.judges import NAME, Judge
-from train.methods.rollouts import (
-    TEXTS,
-    RewardOptions,
-    RolloutOptions,
-    padding_rows,
-    rollout,
-    rows_of,
-    support_rows,
-    try_rewards,
-)
+from train.methods.rollouts import RolloutOptions, rollout, support_rows
+from train.methods.scores import RewardOptions, try_rewards
+from train.methods.texts import TEXTS, padding_rows, rows_of
 from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
 from train.state.mesh import in_order, put_batch
@@ -164,7 +158,7 @@ def objective(
     """Computes the loss of completions, for `train.step.step.train_step`; see `train.step.loss`.
 
     Beside the usual arrays, a batch has "advantages" and "old", the log-probabilities with which its targets were drawn
-    (`train.methods.rollouts.packed`); or as the trainer computes them, and then "sampled" are the sampler's
+    (`train.methods.texts.packed`); or as the trainer computes them, and then "sampled" are the sampler's
     (`rescored`). With "experts" the model that learns sends tokens to these. `reference` is the model to stay near to,
     if `o.kl`; None means this model without its adapters. The sums are "loss", "entropy", "clipped" (the fraction of
     tokens), "drift" (the distance of log-probabilities from "old"), "mismatch" (that of "old" from "sampled", if there
@@ -297,7 +291,7 @@ def main(o: GRPOOptions) -> None:
         if environment:
             limits = o.environments.tool_seconds, o.environments.tool_output
             host = processes.enter_context(Host(environment, *limits))
-            chats = trajectories.Chats(tokenizer, host.tools, o.environments.past)
+            chats = Chats(tokenizer, host.tools, o.environments.past)
             sample = functools.partial(
                 trajectories.rollout, host=host, chats=chats, environment=o.environments, seq_len=seq_len, **sampling
             )

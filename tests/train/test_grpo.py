@@ -24,6 +24,7 @@ from train.data import rewards
 from train.data.records import Record
 from train.methods import rollouts
 from train.methods.judges import Judge
+from train.methods.texts import Text, few, packed, padding_rows, rows_of
 from train.run.batches import Ahead
 from train.state.state import init_state
 from train.step.language import features
@@ -68,7 +69,7 @@ def options(folder, out, **changes):
 @pytest.fixture
 def batch():
     random = np.random.RandomState(0)
-    rows = rollouts.padding_rows(4, 10)
+    rows = padding_rows(4, 10)
     for row, (start, end) in enumerate([(2, 9), (1, 4), (3, 10), (4, 5)]):
         rows["tokens"][row, :end], rows["targets"][row, :end] = random.randint(0, 63, (2, end))
         rows["loss_mask"][row, start:end], rows["segments"][row, :end] = 1, 1
@@ -161,7 +162,7 @@ def test_objective(folder, batch, expected):
 
 
 def random_batch():
-    batch = rollouts.packed(random_texts([9, 4, 12, 5]), 2, zoo.tokenizer("tiny"))
+    batch = packed(random_texts([9, 4, 12, 5]), 2, zoo.tokenizer("tiny"))
     far = np.random.RandomState(4).uniform(0.4, 1.8, batch["old"].shape)
     return batch | {"old": (batch["old"] * far).astype(np.float32)}
 
@@ -174,17 +175,17 @@ def random_texts(lengths):
         drawn = random.rand(length) < 0.6
         drawn[0], drawn[-1] = False, True
         logprobs = [float(-4 + 0.3 * random.randn()) if each else None for each in drawn]
-        texts.append(rollouts.Text(random.randint(0, 63, length).tolist(), logprobs, float(random.randn())))
+        texts.append(Text(random.randint(0, 63, length).tolist(), logprobs, float(random.randn())))
     return texts
 
 
 def test_packed_texts_are_learnt_as_unpacked_ones(folder, model):
     """All losses and their gradients together, of a model with attention, equal those of a row for each text."""
     tokenizer, texts = zoo.tokenizer(folder / "model"), random_texts([9, 4, 12, 5, 3, 7, 2])
-    packed, alone = filled_up(rollouts.packed(texts, 3, tokenizer), 7), rollouts.packed(texts, 7, tokenizer)
-    assert packed["segments"].max(axis=1).tolist().count(0) == 4 and alone["segments"].max() == 1
-    assert packed["segments"].max(axis=1).sum() == 7 and (packed["segments"] != 0).sum() == 42 - 7
-    assert packed["tokens"].shape == alone["tokens"].shape == (7, 16)
+    shared, alone = filled_up(packed(texts, 3, tokenizer), 7), packed(texts, 7, tokenizer)
+    assert shared["segments"].max(axis=1).tolist().count(0) == 4 and alone["segments"].max() == 1
+    assert shared["segments"].max(axis=1).sum() == 7 and (shared["segments"] != 0).sum() == 42 - 7
+    assert shared["tokens"].shape == alone["tokens"].shape == (7, 16)
     weights = dict(zip(CASES, (1.0, 0.3, 0.7, -0.4, 0.6), strict=True))
 
     @jax.jit
@@ -197,7 +198,7 @@ def test_packed_texts_are_learnt_as_unpacked_ones(folder, model):
             found += weight * total / count
         return found
 
-    (value, gradients), (expected, of_each) = losses(model, packed), losses(model, alone)
+    (value, gradients), (expected, of_each) = losses(model, shared), losses(model, alone)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradients, of_each)
 
@@ -256,10 +257,10 @@ def test_exact_rollouts(folder):
 
 
 def test_numbers_of_rows(folder):
-    assert [rollouts.few(n) for n in (0, 1, 16, 17, 500, 513, 1024, 1025)] == [16, 16, 16, 32, 512, 544, 1024, 1088]
-    assert [rollouts.rows_of(n, 2) for n in (1, 16, 17, 64)] == [2, 2, 4, 8]
+    assert [few(n) for n in (0, 1, 16, 17, 500, 513, 1024, 1025)] == [16, 16, 16, 32, 512, 544, 1024, 1088]
+    assert [rows_of(n, 2) for n in (1, 16, 17, 64)] == [2, 2, 4, 8]
     with pytest.raises(ValueError, match=r"65 texts do not fit 1 rows of at most 64.*fewer --turns"):
-        rollouts.packed(random_texts([2] * 65), 1, zoo.tokenizer(folder / "model"))
+        packed(random_texts([2] * 65), 1, zoo.tokenizer(folder / "model"))
     batch = {"tokens": np.ones((3, 2), int), "segments": np.ones((3, 2), int), "loss_mask": np.ones((3, 2), int)}
     filled = filled_up(batch, 4)
     assert len(filled["tokens"]) == 4 and filled["segments"].sum() == filled["loss_mask"].sum() == 6
@@ -485,37 +486,6 @@ def test_rollouts_one_step_off(tmp_path):
         assert ahead_of.take(4) is None and not list((tmp_path / "ahead").iterdir()), "nothing needs it any longer"
 
 
-def test_pass_at():
-    """pass@k is the share of all choices of k completions that contain a correct one, averaged over prompts."""
-    correct = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0]], bool)
-    assert list(rollouts.pass_at(correct)) == ["pass@1", "pass@2", "pass@4", "pass@6"]
-    for name, value in rollouts.pass_at(correct).items():
-        k = int(name.removeprefix("pass@"))
-        shares = [np.mean([any(chosen) for chosen in itertools.combinations(row, k)]) for row in correct]
-        np.testing.assert_allclose(value, np.mean(shares), rtol=1e-12)
-
-
-def test_majorities():
-    """maj@k is the share of the groups of k whose most frequent answer is correct; ties count by halves and so on."""
-    answers = [[1, 1, 2, 3, 3, 3, 2, 2], [None, None, 5, 4, None, None, None, None]]
-    correct = np.array([[a == 1 for a in answers[0]], [a == 4 for a in answers[1]]])
-    found = rollouts.majority_at(answers, correct)
-    assert found == {"maj@4": (1 + 0 + 0.5 + 0) / 4, "maj@8": (0 + 0.5) / 2}  # 1 1 2 3; 3 3 3 2 2 2 1 1 has no 1 on top
-    o = rollouts.RewardOptions(reward=("regex:.*", "number"))
-    texts, each = [["it is 2", "2.0", "#### 3", "none"]], np.array([[[1, 1], [1, 1], [1, 0], [1, 0]]], np.float32)
-    assert rollouts.majorities(texts, each, o) == {"maj@4": 1.0}
-    assert rollouts.majorities(texts, each[..., :1], rollouts.RewardOptions()) == {}
-
-
-def test_long_completions_lose_reward(folder):
-    """The punishment is one more reward, with the weight 1, and no part of what is correct."""
-    o = rollouts.RewardOptions(reward=("a", "b"), reward_weights=(0.5, 0.5), overlong=3)
-    assert o.names == ("a", "b", "overlong") and o.weights == (0.5, 0.5, 1.0) and o.least_correct == 1.0
-    each = np.array([[[1, 1, -1], [1, 0, 0]]], np.float32)
-    assert o.correct_of(each).tolist() == [[True, False]]
-    np.testing.assert_allclose(rollouts.advantages_of(each, o), [-(0.5**0.5), 0.5**0.5], atol=1e-3)
-
-
 def test_the_loss_has_the_support_of_the_sampler(folder, model):
     """With top-k and top-p the tokens that are kept are the sampler's, and the first loss drifts from none of them."""
     o = options(folder, pathlib.Path(), top_k=12, top_p=0.8, temperature=1.3, compute_dtype="float32")
@@ -536,45 +506,6 @@ def test_the_loss_has_the_support_of_the_sampler(folder, model):
     wanted = np.take_along_axis(np.asarray(jax.nn.log_softmax(filtered)), batch["targets"][..., None], -1)[..., 0]
     np.testing.assert_allclose(batch["old"][learnt], wanted[learnt], atol=1e-5)
     assert float(sums["drift"]) < 1e-5 * learnt.sum() and float(sums["entropy"]) < np.log(12) * learnt.sum()
-
-
-def test_advantages():
-    """Advantages of several rewards, as the options say."""
-    each = np.random.RandomState(0).rand(3, 4, 2).astype(np.float32)
-    of = lambda **values: rollouts.advantages_of(
-        each, rollouts.RewardOptions(reward=("a", "b"), reward_weights=(1.0, 0.5), **values)
-    )
-    total = each @ np.array([1.0, 0.5], np.float32)
-    others = (total.sum(1, keepdims=True) - total) / 3
-    np.testing.assert_allclose(of(advantages="rloo"), (total - others).reshape(-1), atol=1e-6)
-    np.testing.assert_allclose(of(scale_rewards=False), (total - total.mean(1, keepdims=True)).reshape(-1), atol=1e-6)
-    scaled = (each - each.mean(1, keepdims=True)) / (each.std(1, ddof=1, keepdims=True) + 1e-4)
-    sums = (scaled @ np.array([1.0, 0.5])).reshape(-1)
-    np.testing.assert_allclose(of(advantages="gdpo"), (sums - sums.mean()) / (sums.std(ddof=1) + 1e-4), atol=1e-5)
-
-
-def test_groups_without_signal_are_drawn_again():
-    o, asked = rollouts.RewardOptions(reward=("a",)), []
-
-    def draw(numbers, seed):
-        asked.append((numbers, seed))
-        worth = [[[0.0], [float(m == 4 or len(asked) == 2)]] for m in numbers]
-        return [f"{m} by {seed}" for m in numbers], np.array(worth, np.float32)
-
-    each = np.zeros((6, 2, 1), np.float32)
-    each[:3, 0] = 1
-    groups, found = rollouts.with_signal(draw, list("abcdef"), each, o, 3, 7)
-    first, second = 7 + 2**20, 7 + 2**21
-    assert asked == [([3, 4, 5, 3], first), ([3, 5], second)] and not rollouts.dull(found, o).any()
-    assert groups == ["a", "b", "c", f"3 by {second}", f"4 by {first}", f"5 by {second}"]
-    assert rollouts.with_signal(draw, list("abcdef"), each, o, 0, 7)[0] == list("abcdef")
-
-
-def test_what_is_correct(folder):
-    """A reward of --correct counts as correct, or by default the sum of the positive weights."""
-    o = options(folder, pathlib.Path(), reward_weights=(0.7, 0.3, -1.0))
-    assert o.rewards.least_correct == 1.0 and options(folder, pathlib.Path()).rewards.least_correct == 1.0
-    assert o.changed(correct=0.0).rewards.least_correct == 0.0
 
 
 def test_refusals(folder, tmp_path):
@@ -616,15 +547,3 @@ def test_a_dry_run_tries_the_rewards(folder, tmp_path, monkeypatch):
         start(reward=("number", "python"))
     with pytest.raises(ValueError, match=r"line 1: --reward \S+own\.py:fails raises KeyError: 'no'\.$"):
         start(reward=(f"{tmp_path / 'own.py'}:fails",))
-
-
-def test_what_is_tried_of_rewards():
-    """A user's reward is called once, with the record's own answer, and its result is shown."""
-    calls = []
-    prompts = [(f"line {n}", prompts_.Prompt([0], {"answer": str(n)})) for n in range(3)]
-    own = lambda completion, record: calls.append((completion, record)) or 0.5
-    names = ("exact", "own.py:own")
-    assert rollouts.try_rewards(prompts, names, [rewards.exact, own]) == {"exact": 1.0, "own.py:own": 0.5}
-    assert calls == [("0", {"answer": "0"})]
-    with pytest.raises(ValueError, match=r"line 0: --reward own\.py:own gives nan, and has to give a finite number"):
-        rollouts.try_rewards(prompts, names, [rewards.exact, lambda *_: float("nan")])

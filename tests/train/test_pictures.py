@@ -24,7 +24,7 @@ from train.data import pictures, preferences
 from train.data.packing import encode, pack, prompts_of
 from train.data.prompts import encode as encode_record
 from train.data.records import Record, open_records
-from train.methods import rollouts
+from train.methods import rollouts, scores
 from train.planning import ahead
 from train.state.mesh import put_batch
 from train.step.language import features
@@ -278,7 +278,7 @@ def test_rollouts(checkpoint, tokenizer, data):
     assert prompts[0].record["answer"] == "red" and prompts[1].images is None
     ids, images = encode_prompt(model, tokenizer, asks({"image": png("red")}))
     o = rollouts.RolloutOptions(group=2, max_new_tokens=3, temperature=0.0, rollout_batch=4)
-    own: Any = dict(rewards=rollouts.RewardOptions(reward=("one",)), rows=2, dtype="float32", seed=0)
+    own: Any = dict(rewards=scores.RewardOptions(reward=("one",)), rows=2, dtype="float32", seed=0)
     judges = [lambda text, record: 1.0]
     with jax.set_mesh(mesh):
         (batch,), *_ = rollouts.rollout(

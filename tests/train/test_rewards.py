@@ -6,7 +6,6 @@ import subprocess
 import sys
 import types
 
-import numpy as np
 import pytest
 
 from tests.train import test_data
@@ -14,7 +13,6 @@ from tests.train.test_data import CHAT, HEAD
 from train.data import confine, fair, rewards
 from train.data import prompts as prompts_
 from train.data.records import Record
-from train.methods import rollouts
 
 
 tokenizer = test_data.tokenizer  # a fixture
@@ -313,41 +311,6 @@ def test_find(tmp_path):
     ):
         with pytest.raises(error, match=words):
             rewards.find(name)
-
-
-class Everything:
-    """An object that equals all others, and converts to a number."""
-
-    def __eq__(self, other):
-        return True
-
-    def __float__(self):
-        return 1.0
-
-
-def test_rewards_that_raise_score_0(recwarn):
-    """Errors of rewards are counted, and the first is named. A record without a required field still ends the run."""
-
-    def ratio(completion, record):
-        return 1 / len(completion)
-
-    o = rollouts.RewardOptions(reward=("ratio", "number"))
-    prompts = [prompts_.Prompt([1], {"answer": 2})]
-    found, errors = rollouts.score([["ab", "", "9" * 5000]], prompts, o, [ratio, rewards.number])
-    np.testing.assert_allclose(found, [[[0.5, 0], [0, 0], [1 / 5000, 0]]], rtol=1e-6)
-    assert errors == 1
-    (warning,) = [str(w.message) for w in recwarn if "ratio" in str(w.message)]
-    assert warning == "The reward ratio raises ZeroDivisionError: division by zero, for ''. Such count as 0."
-    found, errors = rollouts.score([["a", "b", "c"]], prompts, o, [lambda *_: float("nan"), rewards.exact])
-    assert errors == 3 and not found.any()
-    for worth in ("1" * 90_000_000, Everything(), np.array([1.0]), None):
-        with pytest.warns(UserWarning, match=f"it returned a {type(worth).__name__}, and must return a number") as told:
-            found, errors = rollouts.score([["a", "b", "c"]], prompts, o, [lambda *_, w=worth: w, rewards.number])
-        assert errors == 3 and not found.any() and len(str(told[0].message)) < 200
-    found, _ = rollouts.score([["a", "b", "c"]], prompts, o, [lambda *_: np.float32(0.5), lambda *_: True])
-    assert (found == [0.5, 1]).all()
-    with pytest.raises(rewards.BadRecord, match="needs a field `answer`"):
-        rollouts.score([["a", "b", "c"]], [prompts_.Prompt([1], {})], o, [ratio, rewards.exact])
 
 
 # ======================================================================================================================

@@ -29,8 +29,11 @@ from train.environments import calculator, guess, search
 from train.environments import python as python_
 from train.environments import tiny as tiny_
 from train.environments.__main__ import chats
-from train.methods import environments, rollouts, trajectories
+from train.methods import environments, trajectories
+from train.methods.chats import Chats
 from train.methods.environments import Environment, EnvironmentOptions, Host, Journal
+from train.methods.texts import packed
+from train.methods.trajectory import Move, Players, Trajectory
 from train.step import loss
 from train.step.language import features
 from zoo.generation.engine import Completion
@@ -359,9 +362,9 @@ def test_the_python_tool_is_confined():
 
 def play(host, tokenizer, record, replies, *, turns=8, past="refuse"):
     """Plays a trajectory in which the model draws these replies."""
-    chats = trajectories.Chats(tokenizer, host.tools, past)
-    players = trajectories.Players(chats, EnvironmentOptions(turns=turns), host, 400)
-    at = trajectories.Trajectory((0, 0), record, Environment(host, Journal(None, 0), (0, 0)))
+    chats = Chats(tokenizer, host.tools, past)
+    players = Players(chats, EnvironmentOptions(turns=turns), host, 400)
+    at = Trajectory((0, 0), record, Environment(host, Journal(None, 0), (0, 0)))
     at.apply(players.begin(at, (0, 0)))
     for text in replies:
         before = list(at.branches[-1].tokens)
@@ -396,7 +399,7 @@ def test_a_trajectory_with_a_tool():
     assert tokenizer.decode(learnt, special=True) == end.join([*replies, ""])
     whole = tokenizer.decode(at.branches[0].tokens, special=True)
     assert "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n408\n</tool_response><|im_end|>" in whole
-    rows = rollouts.packed(trajectories._texts([at], np.array([[0.5]]), False), 1, tokenizer)
+    rows = packed(trajectories._texts([at], np.array([[0.5]]), False), 1, tokenizer)
     assert rows["loss_mask"].sum() == len(learnt) and (rows["targets"][rows["loss_mask"] == 1] == learnt).all()
     assert (rows["old"][rows["loss_mask"] == 1] == -1).all() and not rows["old"][rows["loss_mask"] == 0].any()
 
@@ -404,7 +407,7 @@ def test_a_trajectory_with_a_tool():
 def test_a_template_that_rewrites_the_past(folder):
     tokenizer = zoo.tokenizer(folder / "model", chat_template=str(folder / "forgets.jinja"))
     asked, reply = {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}
-    split, refuse = (trajectories.Chats(tokenizer, None, past) for past in ("split", "refuse"))
+    split, refuse = (Chats(tokenizer, None, past) for past in ("split", "refuse"))
     text, _ = split.first([asked])
     whole, ids, anew = split.following(text, [asked, reply], [asked], 63)
     assert anew and whole == "u b<end>a x<end>u b<end>a " and tokenizer.decode(ids, special=True) == whole
@@ -528,7 +531,7 @@ def test_environments_of_other_libraries(folder, tmp_path, monkeypatch):
 def test_templates_without_tools_are_refused(folder):
     tools = [{"type": "function", "function": {"name": "add"}}]
     with pytest.raises(ValueError, match="in no form that is known"):
-        trajectories.Chats(zoo.tokenizer(folder / "model"), tools, "split")
+        Chats(zoo.tokenizer(folder / "model"), tools, "split")
 
 
 # ======================================================================================================================
@@ -567,7 +570,7 @@ def sample(folder, model):
         tokenizer = zoo.tokenizer(folder / "model", chat_template=template)
         with Host(f"{folder / name}", 20, 100) as game, jax.set_mesh(mesh):
             return trajectories.rollout(
-                model, records, 3, run, host=game, chats=trajectories.Chats(tokenizer, game.tools, "split"),
+                model, records, 3, run, host=game, chats=Chats(tokenizer, game.tools, "split"),
                 environment=o.environments.changed(credit=credit),
                 options=dataclasses.replace(o.rollouts, redraws=redraws), rewards=o.rewards, mesh=mesh, rows=2,
                 seq_len=150,
@@ -668,9 +671,9 @@ def test_evaluations_draw_no_group_again(sample, tmp_path, monkeypatch):
     def play(engine, groups, *_):
         drawn.append(len(groups))
         for each in itertools.chain(*groups):
-            each.apply(trajectories.Move([], tokens=[1], anew=True))
+            each.apply(Move([], tokens=[1], anew=True))
             each.completion = Completion([2], [-1.0], ended=True, finished=True)
-            each.apply(trajectories.Move([], end="done", reward=1.0))
+            each.apply(Move([], end="done", reward=1.0))
 
     monkeypatch.setattr(trajectories, "_play", play)
     assert sample(run=tmp_path, redraws=2).numbers["without_signal"] == 1 and drawn == [4, 4, 4]
@@ -699,7 +702,7 @@ def test_the_journal(folder, sample, tmp_path, monkeypatch):
 
 
 def test_nothing_begins(folder, sample, monkeypatch):
-    monkeypatch.setattr(trajectories.Players, "begin", lambda *_: trajectories.Move([], end="lost", problem="no luck"))
+    monkeypatch.setattr(Players, "begin", lambda *_: Move([], end="lost", problem="no luck"))
     with pytest.raises(ValueError, match="no trajectory has begun: no luck"):
         sample()
 
