@@ -267,7 +267,7 @@ def main(
         config=config, equal=equal, ragged=ragged, shared=shared, talks=talks, batch=batch, prompt=prompt, new=new,
         rounds=rounds,
     )  # fmt: skip
-    report("decode", "cpu", settings, results)
+    report("decode" if model == "34m" else f"decode-{model}", "cpu", settings, results)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling, settings
 from zoo.generation.shapes import bucket
 from zoo.mesh import make_mesh
+from zoo.nn import stack
 
 
 PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12, 2, 9, 3])]
@@ -61,6 +62,21 @@ def penalized(sampling, logits, prompt, tokens):
         for token in set(tokens[:n]):
             row[token] -= sampling.presence_penalty
     return jnp.asarray(logits, jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", slow("deepseek3"), slow("gemma4"), slow("nemotron_h")])
+def test_layers_apart(load, monkeypatch, name):
+    """A model whose layers lie apart, as those of large ones do on a CPU, draws the same tokens."""
+    model, options = load(name), dict(max_new_tokens=14, stops=STOPS, batch=2)
+    stacked = complete(model, PROMPTS, **options)
+    assert stack.apart(model) is model
+    monkeypatch.setattr(stack, "CACHED", 0)
+    (one, *_), (layers, *_) = (
+        jax.tree.leaves(m.layers.period, is_leaf=stack._is_apart) for m in (model, stack.apart(model))
+    )
+    assert len(layers.layers) == len(one) > 1 and np.array_equal(layers.layers[1], one[1])
+    for (a,), (b,) in zip(stacked, complete(model, PROMPTS, **options), strict=True):
+        assert a.tokens == b.tokens and np.allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3", slow("llama4"), slow("gpt_oss")])

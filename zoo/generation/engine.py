@@ -41,6 +41,7 @@ from zoo.generation.shapes import bucket, filled, padded
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images, require_vision
 from zoo.nn.rows import all_in_pages, windows
+from zoo.nn.stack import apart
 from zoo.weights.gather import gathered
 
 
@@ -221,6 +222,7 @@ class Engine:
         self.raw_logprobs = raw_logprobs
         self.tokens_read, self.tokens_found = 0, 0  # of prompts: read, and read before
         self._models, self._stops = (model, draft), np.array(stops, np.int32)
+        self._decoding = apart(self._models)
         sharding = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].sharding
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
         sizes = {} if mesh is None else mesh.shape
@@ -365,10 +367,12 @@ class Engine:
         table, tables = self._table(running), self._tables()
         if self._constrained and self.draft is None:
             drawn, tokens = constraints.draw(table, self._state.tokens, self._state.logits, top)
-            self._state, records = constraints.read((self.model, table, tables, drawn.tokens, tokens), self._state)
+            self._state, records = constraints.read(
+                (self._decoding[0], table, tables, drawn.tokens, tokens), self._state
+            )
             return dataclasses.replace(drawn, records=records)
         advance = decoding.advance if self.draft is None else speculative.advance
-        inputs = self._models, self._stops, table, tables
+        inputs = self._decoding, self._stops, table, tables
         self._state, drawn = advance(inputs, self._state, steps, top, enough)
         return drawn
 

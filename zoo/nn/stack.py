@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -24,6 +24,7 @@ from zoo.nn.pipeline import pipeline
 
 
 LAYER_INPUT = "layer_input"  # the name of each layer's input, for the policies of `jax.checkpoint`
+CACHED = 2**25  # bytes of all layers: on a CPU fewer lie in its caches, from where they are copied in no time
 MIN_SCAN_SAVING = 4  # the layers that a further scan must save compiling, since the scan itself takes time to compile
 
 
@@ -141,6 +142,14 @@ def run_block(
     return *block(x, cache, at), {}
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """The arrays of a block's layers, each by itself, in the place of the array in which they are stacked."""
+
+    layers: tuple[Any, ...]
+
+
 class Stack(eqx.Module):
     """A model's layers.
 
@@ -228,6 +237,11 @@ class Stack(eqx.Module):
     def with_remat(self, remat: Remat | None) -> "Stack":
         """Returns this stack, whose layers `remat` wraps one by one where there is no cache."""
         return self._replaced(remat=remat)
+
+    def apart(self) -> "Stack":
+        """Returns this stack for decoding, with each layer's arrays by themselves (`apart`)."""
+        split = lambda a: Apart(tuple(_view(a, n) for n in range(len(a)))) if eqx.is_array(a) else a
+        return self._replaced(period=jax.tree.map(split, self.period))
 
     def map_blocks(self, fn: Callable[[range, AbstractBlock], AbstractBlock]) -> "Stack":
         """Returns this stack with `fn(numbers of its layers, block)` in the place of each block."""
@@ -483,6 +497,8 @@ def _scan_with_caches(
     every step. Arrays that kernels read in place are not scanned either: each layer gets a reference to its part of the
     whole, `Stacked`, which a kernel reads without a copy.
     """
+    if any(map(_is_apart, jax.tree.leaves(period, is_leaf=_is_apart))):
+        return _run_apart(period, repeats, x, caches, at, own_inputs, shared, after)
     arrays, static = eqx.partition(period, eqx.is_array)
     whole, scanned = eqx.partition(arrays, _read_in_place(arrays))
 
@@ -497,6 +513,29 @@ def _scan_with_caches(
     of_repeats = (jnp.arange(repeats), scanned, _by_repeat(own_inputs, repeats))
     (x, caches), (reports, handed_on) = jax.lax.scan(one, (x, caches), of_repeats)
     return x, caches, reports, _of_one_repeat(handed_on)
+
+
+def _run_apart(
+    period: tuple[AbstractBlock, ...],
+    repeats: int,
+    x: Float[Array, "batch seq embed"],
+    caches: tuple[AbstractCache, ...],
+    at: Tokens,
+    own_inputs: Float[Array, "layers batch seq dim"] | None,
+    shared: Shared,
+    after: Sequence[Float[Array, "batch seq embed"]],
+) -> tuple[Float[Array, "batch seq embed"], tuple[AbstractCache, ...], tuple[Report, ...], Shared]:
+    """Runs a period `repeats` times, as `_scan_with_caches` does, one layer after the other and without a scan."""
+    reports, handed_on, own = [], {}, _by_repeat(own_inputs, repeats)
+    for n in range(repeats):
+        of_layer = lambda node, n=n: node.layers[n] if _is_apart(node) else node
+        blocks = jax.tree.map(of_layer, period, is_leaf=_is_apart)
+        caches = tuple(eqx.tree_at(lambda c: c.layer, cache, jnp.asarray(n, jnp.int32)) for cache in caches)
+        own_of_n = None if own is None else own[n]
+        x, caches, of_blocks, by_blocks = _run_blocks(blocks, x, caches, at, own_of_n, shared, None, after)
+        reports.append(of_blocks)
+        handed_on = _once(by_blocks, repeats)
+    return x, caches, jax.tree.map(lambda *each: jnp.stack(each), *reports), handed_on
 
 
 def _by_repeat(
@@ -548,6 +587,37 @@ def _read_in_place(blocks: Any) -> Any:
         return eqx.tree_at(in_place_fields, jax.tree.map(lambda _: False, node), [True] * len(node.in_place))
 
     return jax.tree.map(marked, blocks, is_leaf=reads)
+
+
+T = TypeVar("T")
+
+
+def apart(model: T) -> T:
+    """Returns a model whose decoding on a CPU copies no weights, or elsewhere the model itself.
+
+    A scan takes each layer's weights out of the array of all layers. On a CPU that is a copy, which takes longer than
+    the product with a few rows: half of a step of Qwen3-0.6B in float32. Here each layer's weights are arrays of their
+    own, views of the old ones, and the layers are compiled one by one. Such a model runs with a cache only.
+    """
+    stacks = filter(_is_stack, jax.tree.leaves(model, is_leaf=_is_stack))
+    arrays = [a for stack in stacks for a in jax.tree.leaves(eqx.filter(stack.period, eqx.is_array))]
+    on_one_cpu = lambda a: [device.platform for device in a.devices()] == ["cpu"]
+    if sum(a.nbytes for a in arrays) < CACHED or not all(map(on_one_cpu, arrays)):
+        return model
+    return jax.tree.map(lambda node: node.apart() if _is_stack(node) else node, model, is_leaf=_is_stack)
+
+
+def _is_stack(node: Any) -> bool:
+    return isinstance(node, Stack)
+
+
+def _is_apart(node: Any) -> bool:
+    return isinstance(node, Apart)
+
+
+def _view(a: Array, n: int) -> Array:
+    """Returns `a[n]` of an array of a CPU, which shares its memory where that is aligned."""
+    return jax.device_put(np.asarray(a)[n], a.sharding)
 
 
 _compiled = eqx.filter_jit(Stack._run)
