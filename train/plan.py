@@ -144,12 +144,8 @@ def report(made: Plan, config: AbstractConfig) -> None:
             table.add_row("and sampling, with the state beside its cache", gb(made.sampling))
         if c.host:
             table.add_row("and of its host", gb(c.host))
-        even = by_axis(c.collectives, made.mesh.shape, even=True)
         for (kind, axes), size in sorted(by_axis(c.collectives, made.mesh.shape).items()):
-            sent = f"{gb(size)} a step"
-            if kind == "ragged-all-to-all":
-                sent = f"what routers choose: {gb(even[kind, axes])} a step if evenly; left out of the bounds"
-            table.add_row(f"a device sends by {kind} over {axes}", sent)
+            table.add_row(f"a device sends by {kind} over {axes}", f"{gb(size)} a step")
         table.add_row("compiled in", f"{c.seconds:.0f} s")
     else:
         what = "what sampling needs beside these" if made.sampling else "activations, gradients and temporaries"
@@ -174,7 +170,7 @@ def breakdown(made: Plan) -> Table:
         flops = f"{part.flops / 1e12:,.2f}" if part.flops else ""
         table.add_row(kind, f"{part.kernels:,}", flops, f"{part.bytes / 1e9:,.2f}", f"{1e3 * part.seconds:,.2f}")
     assert made.compiled
-    sent = sum((each.sent + each.even) * each.times for each in made.compiled.collectives)
+    sent = sum(each.sent * each.times for each in made.compiled.collectives)
     calls = sum(each.times for each in made.compiled.collectives)
     if calls:
         table.add_row("collectives", f"{calls:,}", "", f"{sent / 1e9:,.2f}", f"{1e3 * made.sending:,.2f}")

@@ -1,14 +1,12 @@
 """Meshes from text, on eight fake devices."""
 
-from types import SimpleNamespace
-
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.zoo import tiny
-from train.state.mesh import across_nodes, balanced, check_mesh, keeps_order, next_token, put_batch, without_stages
+from train.state.mesh import balanced, check_mesh, keeps_order, next_token, put_batch, without_stages
 from zoo import surgery
 from zoo.config import read
 from zoo.mesh import AXES, make_mesh
@@ -161,19 +159,6 @@ def test_a_dense_model_has_no_experts():
     config = read(qwen3.FAMILY, tiny.CONFIGS["qwen3"])
     with pytest.raises(ValueError, match=r"expert=2 in the mesh, but qwen3 has no experts"):
         check_mesh(make_mesh("expert=2,fsdp=4"), skeleton(qwen3.FAMILY, config), qwen3.FAMILY, batch=8, seq_len=16)
-
-
-def test_experts_of_gpus_are_in_one_node(untyped):
-    """Four devices in two nodes are accepted only if neighbours along "expert" are in one node."""
-    config, shape = read(mixtral.FAMILY, tiny.CONFIGS["mixtral"]), dict.fromkeys(AXES, 1) | {"fsdp": 2, "expert": 2}
-
-    def mesh(*order):
-        devices = [SimpleNamespace(platform="gpu", process_index=n // 2) for n in order]
-        return SimpleNamespace(shape=shape, devices=np.array(devices).reshape(list(shape.values())))
-
-    assert across_nodes(mesh(0, 2, 1, 3), "expert") and not across_nodes(mesh(0, 1, 2, 3), "expert")
-    with pytest.raises(ValueError, match="expert=2 in the mesh spans several nodes, and XLA for GPUs sends tokens to"):
-        check_mesh(mesh(0, 2, 1, 3), skeleton(mixtral.FAMILY, config), mixtral.FAMILY, batch=4, seq_len=16)
 
 
 def test_stages_of_several_scans():

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import convert.tensors
 import kernels
 import zoo
+from kernels.ragged_dot import SAVED
 from kernels.stacked import Stacked
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, noise, on_host, packed
@@ -107,8 +109,46 @@ def test_dispatch_equals_all_experts_at_once(mixture, text):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_split_experts_adapted_and_quantised(mixture):
+ROUTES = {  # of 8 sequences of 10 tokens: one a device along "expert" and "fsdp"
+    "even": np.arange(160).reshape(8, 10, 2) % 8,
+    "skewed": np.random.RandomState(3).choice(8, (8, 10, 2), p=[0.4, 0.3, 0.1, 0.1, 0.1, 0, 0, 0]),
+    "one device's": np.full((8, 10, 2), 6) + np.arange(2),
+    "one expert's": np.zeros((8, 10, 2), int),
+    "one sequence's skewed": np.where(np.arange(8)[:, None, None] == 5, 0, np.arange(160).reshape(8, 10, 2) % 8),
+}
+
+
+def test_no_token_is_dropped(mixture, monkeypatch):
+    """Value and gradients are those of one device, however many rounds it takes, and also where outputs are kept."""
+    monkeypatch.setattr(moe, "LEAST", 1)
+    experts, random = mixture[0][0], np.random.RandomState(4)
+    x, weights = (random.normal(size=shape).astype(np.float32) for shape in ((8, 10, 8), (8, 10, 2)))
+    keep = jax.checkpoint_policies.save_only_these_names(SAVED)
+    alone = jax.jit(jax.value_and_grad(summed, (1, 2, 3)))
+    split = jax.jit(jax.value_and_grad(jax.checkpoint(lambda *given: summed(*given), policy=keep), (1, 2, 3)))
+    for chosen in ROUTES.values():
+        want = alone(chosen, experts, x, weights)
+        with jax.set_mesh(make_mesh("expert=4,fsdp=2")):
+            ours = split(chosen, experts, x, weights)
+        for a, b in zip(*map(jax.tree.leaves, (ours, want)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_rounds_of_an_exchange(monkeypatch):
+    """Even routing takes no further round. All devices agree, also where only one of them has more to send."""
+    monkeypatch.setattr(moe, "LEAST", 1)
+    mesh = make_mesh("expert=4,fsdp=2")
+    local = lambda chosen: moe._Routes.of(chosen.reshape(-1, 2), 2, 4).further_rounds()[None]
+    spec = P(("fsdp", "expert"))
+    rounds = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    # Of 20 rows a device has room for 7 in the first round, and for 2 in each further one.
+    for name, most in (("even", 5), ("one device's", 20), ("one expert's", 20), ("one sequence's skewed", 20)):
+        assert (rounds(ROUTES[name]) == -(-max(0, most - 7) // 2)).all()
+
+
+def test_split_experts_adapted_and_quantised(mixture, monkeypatch):
     """Results equal one device's if "tensor" splits the hidden layer, with three blocks of nf4 for two devices."""
+    monkeypatch.setattr(moe, "LEAST", 1)
     (_, *tokens), chosen, _ = mixture
     random, key = np.random.RandomState(2), jax.random.key(1)
 

@@ -31,6 +31,7 @@ from zoo.generation.decoding import init_caches, layout_of
 from zoo.nn.cache import partition_specs
 from zoo.nn.heads import AbstractHead
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
+from zoo.nn.moe import FIRST
 from zoo.quantized import Format
 from zoo.surgery import cast, shardings, with_head
 from zoo.vision.model import AbstractVisionConfig
@@ -250,8 +251,7 @@ def compile_ahead(program: Program, mesh: Mesh) -> Compiled:
         m.argument_size_in_bytes, m.temp_size_in_bytes, round(activations(text)),
         m.output_size_in_bytes, m.alias_size_in_bytes, m.host_argument_size_in_bytes + m.host_temp_size_in_bytes,
         collectives(text, mesh.size),
-        # A device has one buffer for the tokens of each device along the axis; the tokens of all fill about one buffer.
-        kernels(text, program.seen, filled=1 / mesh.shape[EXPERT]), seconds,
+        kernels(text, program.seen, filled=1 / FIRST if mesh.shape[EXPERT] > 1 else 1.0), seconds,
     )  # fmt: skip
 
 

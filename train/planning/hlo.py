@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zoo.nn.moe import SCOPE
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 # TPU7x's SparseCores run collectives: these are then in a computation that a custom call calls.
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)|(?:branch|called)_computations=\{([^}]*)\}")
@@ -28,7 +30,6 @@ class Collective(NamedTuple):
     sent: float  # bytes that each device of the group sends, by the algorithm that sends the fewest
     group: tuple[int, ...]  # the devices of the first group, numbered in the order of the mesh
     times: int  # number of runs in a step
-    even: float = 0.0  # bytes that a ragged all-to-all sends if routers choose all experts equally often
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
@@ -55,24 +56,19 @@ def collectives(text: str, devices: int) -> list[Collective]:
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind
                 group = _group(line, devices)
                 size = _bytes(result, bool(start))
-                even = _even(line, size, lines, len(group)) if kind == "ragged-all-to-all" else 0.0
-                found.append(Collective(kind, _sent(kind, size, len(group), name), group, times[name], even))
+                found.append(Collective(kind, _sent(kind, size, len(group), name), group, times[name]))
     return found
 
 
-def by_axis(found: list[Collective], shape: Mapping[str, int], *, even: bool = False) -> dict[tuple[str, str], float]:
-    """Sums the bytes that a device sends in a step, by kind and by the axes of a mesh of this shape, such as "fsdp".
-
-    The sums are of `Collective.sent`, the fewest bytes; with `even`, of `Collective.even`, which only ragged
-    all-to-alls have.
-    """
+def by_axis(found: list[Collective], shape: Mapping[str, int]) -> dict[tuple[str, str], float]:
+    """Sums the bytes that a device sends in a step, by kind and by the axes of a mesh of this shape, such as "fsdp"."""
     total: dict[tuple[str, str], float] = {}
     for each in found:
         places = np.array(np.unravel_index(each.group, tuple(shape.values())))
         axes = [axis for axis, at in zip(shape, places, strict=True) if len(set(at.tolist())) > 1]
         if axes:
             key = each.kind, ",".join(axes)
-            total[key] = total.get(key, 0) + (each.even if even else each.sent) * each.times
+            total[key] = total.get(key, 0) + each.sent * each.times
     return total
 
 
@@ -152,8 +148,11 @@ def parse(text: str) -> Iterator[tuple[str, list[str]]]:
 def trips(line: str, computations: Mapping[str, list[str]]) -> int:
     """Returns the number of turns of a loop: XLA's count or, for TPUs, which have none, from the loop's counter.
 
-    The counter starts at zero. A loop of unknown length counts as one turn.
+    The counter starts at zero. A loop of unknown length counts as one turn; that of the rows that do not fit the
+    buffers for experts as none, since there are none if routers choose all experts equally often.
     """
+    if f"/{SCOPE}/" in line:
+        return 0
     if known := re.search(r"known_trip_count[^\d]*(\d+)", line):
         return int(known[1])
     condition, body = (computations[re.findall(rf"{word}=%?([\w.-]+)", line)[0]] for word in ("condition", "body"))
@@ -224,21 +223,8 @@ def _sent(kind: str, size: float, devices: int, computation: str) -> float:
     match kind:
         case "collective-permute":
             return size
-        case "ragged-all-to-all":  # routers choose the number of rows, which may be 0
-            return 0.0
         case "all-reduce":
             return 2 * size * (devices - 1) / devices
         case "reduce-scatter" if not computation.startswith("all-reduce-scatter"):
             return size * (devices - 1)
     return size * (devices - 1) / devices
-
-
-def _even(line: str, size: float, lines: list[str], devices: int) -> float:
-    """Returns the bytes that a device sends by a ragged all-to-all if its rows are spread evenly over the devices.
-
-    The smaller of operand and result has room for the device's own rows, the larger for all rows that it might receive.
-    """
-    named = {match[1]: match[2] for each in lines if (match := INSTRUCTION.match(each))}
-    match = INSTRUCTION.match(line)
-    rows = named.get(names(match[4])[0]) if match else None
-    return min(size, _bytes(rows, False) if rows else size) * (devices - 1) / devices

@@ -29,6 +29,7 @@ from train.state.state import Lora, StateOptions
 from zoo.mesh import make_mesh
 from zoo.nn.layers import AbstractExpertLinear
 from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, AbstractModel, Family
+from zoo.nn.moe import FIRST
 from zoo.nn.pipeline import rounds_of
 from zoo.registry import family_of
 from zoo.surgery import modules
@@ -149,7 +150,7 @@ class Plan:
     @property
     def sending(self) -> float:
         """Estimates the seconds in which all collectives send; 0 if the step does not fit."""
-        return sending(self.compiled.collectives, self.chip, self.mesh, even=True) if self.compiled else 0.0
+        return sending(self.compiled.collectives, self.chip, self.mesh) if self.compiled else 0.0
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -329,13 +330,10 @@ def _bounds(
     return bounds
 
 
-def sending(collectives: Sequence[Collective], chip: Chip, mesh: Mesh, *, even: bool = False) -> float:
-    """Computes the seconds in which the collectives send their bytes, one after another.
-
-    With `even`, ragged all-to-alls send as much as if routers chose all experts equally often; else nothing.
-    """
+def sending(collectives: Sequence[Collective], chip: Chip, mesh: Mesh) -> float:
+    """Computes the seconds in which the collectives send their bytes, one after another."""
     link = lambda each: slowest_link(chip, mesh.devices.flat[list(each.group)])
-    return sum((each.sent + even * each.even) * each.times / link(each) for each in collectives)
+    return sum(each.sent * each.times / link(each) for each in collectives)
 
 
 def _ticks(options: Options, model: AbstractModel, mesh: Mesh) -> float:
@@ -429,10 +427,9 @@ def _seconds(options: Options, kinds: Mapping[str, int], model: AbstractModel, c
     size, c, passes = mesh.shape, model.config, 1 if options.decode else 3 + (options.remat != "none")
     dense, experts, count = _weights(c)
     chosen = c.num_experts_per_tok if isinstance(c, AbstractMixtureConfig) else 0
-    # Each result of a product is written and read once. A buffer of rows for experts has room for those of each device
-    # along the axis "expert", and so do the passes over it.
-    by_experts = experts * chosen / count / c.hidden_size
-    results = products_per_token(c, options.seq).layers / c.hidden_size + by_experts * (size[EXPERT] - 1)
+    # Each result of a product is written and read once, and those of experts with the room that their buffers have.
+    by_experts, room = experts * chosen / count / c.hidden_size, FIRST if size[EXPERT] > 1 else 1
+    results = products_per_token(c, options.seq).layers / c.hidden_size + by_experts * (room - 1)
     moved = 2 * sum(kinds.values()) + 2 * 2 * passes * results * options.tokens / mesh.size
     # Numbers sent for each token in each layer: partial sums of attention and MLP; a row to each expert and back; keys
     # and values.
@@ -441,7 +438,7 @@ def _seconds(options: Options, kinds: Mapping[str, int], model: AbstractModel, c
     own = {REPLICA: dense / (size[FSDP] * size[EXPERT] * size[CONTEXT]), EXPERT: experts / size[EXPERT]}
     sent = {
         (TENSOR,): tokens * 4 * c.hidden_size,
-        (EXPERT,): tokens * 2 * chosen * c.hidden_size,
+        (EXPERT,): tokens * 2 * room * chosen * c.hidden_size,
         (CONTEXT,): tokens * 2 * c.num_key_value_heads * c.head_dim * (size[CONTEXT] - 1),
         (FSDP, EXPERT, CONTEXT): gathered * dense,
         (FSDP, CONTEXT): gathered * own[EXPERT],

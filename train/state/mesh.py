@@ -53,18 +53,7 @@ def check_mesh(mesh: Mesh, model: AbstractModel, family: Family, *, batch: int, 
             )
     if size[EXPERT] > 1 and not experts:
         raise ValueError(f"expert={size[EXPERT]} in the mesh, but {family.name} has no experts: use fsdp instead.")
-    if mesh.devices.flat[0].platform == "gpu" and across_nodes(mesh, EXPERT):
-        raise ValueError(
-            f"expert={size[EXPERT]} in the mesh spans several nodes, and XLA for GPUs sends tokens to experts only "
-            "within a node: take as many as divide a node's GPUs, and fsdp or replica for the rest."
-        )
     shardings(model, family.partition_rules, mesh)
-
-
-def across_nodes(mesh: Mesh, axis: str) -> bool:
-    """Whether an axis of the mesh has devices of several processes. Each node has one process or more."""
-    nodes = np.vectorize(lambda device: device.process_index)(np.moveaxis(mesh.devices, AXES.index(axis), 0))
-    return bool(np.any(nodes != nodes[0]))
 
 
 def abstract_model(

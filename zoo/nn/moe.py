@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,12 +16,16 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from kernels import mesh
-from kernels.backends.device import device
 from kernels.mesh import CONTEXT, EXPERT, FSDP, TENSOR
 from kernels.stacked import Stacked, read
 from kernels.sums import largest, permuted, pick, scaled
 from zoo.nn.layers import AbstractExpertLinear, ExpertLinear, swiglu
 
+
+# The rows of an exchange's buffers for each device, over the rows that it is sent if all devices are sent equally many.
+FIRST, FURTHER = 1.25, 0.25
+LEAST = 128  # rows that buffers have in any case
+SCOPE = "further_rounds"  # the `jax.named_scope` of what does not fit the first round
 
 # `experts(rows, sizes)` maps rows that are sorted by expert, of which each expert has so many.
 Experts = Callable[[Float[Array, "rows embed"], Int[Array, " experts"]], Float[Array, "rows embed"]]
@@ -40,16 +44,17 @@ def dispatch(
     all others map to the hidden layer.
 
     Under a mesh each device sorts its own tokens. Where the axis "expert" splits the experts, an all-to-all sends
-    tokens to the devices that have their experts, and another one sends the outputs back. No token is dropped, so one
-    device may be sent all of them. To bound its buffers they are sent in as many chunks as the axis has devices: a
-    chunk needs room for one device's tokens. The axis "tensor" splits the features of the hidden layer: each device
+    tokens to the devices that have their experts, and another one sends the outputs back. Buffers have room for
+    `FIRST` times the mean. No token is dropped: what does not fit is sent in as many further rounds as it takes, in
+    buffers of `FURTHER` times the mean. The axis "tensor" splits the features of the hidden layer: each device
     computes a part of every output, and the parts are added last, when there is one row for each token.
     """
     if not (axes := mesh.free()):
         return _dispatch(experts, x, chosen, weights, devices=1)
     batch, devices = tuple(axis for axis in mesh.BATCH if axis in axes), mesh.split(EXPERT)
     shares = math.prod(map(mesh.split, batch))
-    padding = lambda a: jnp.pad(a, ((0, -len(a) % shares), (0, 0), (0, 0)))  # where decoding has few sequences
+    # Where there are few sequences. Those that are added go where the last one goes, not all to one expert.
+    padding = lambda a, mode="constant": jnp.pad(a, ((0, -len(a) % shares), (0, 0), (0, 0)), mode)
     tokens = P(batch, mesh.splitting(x.shape[1], mesh.CONTEXT))
     expert, hidden = (axis if mesh.split(axis) > 1 else None for axis in (EXPERT, TENSOR))
     arrays, static = eqx.partition(experts, eqx.is_array)
@@ -73,7 +78,7 @@ def dispatch(
         in_specs=(specs, tokens, tokens, tokens),
         out_specs=P(hidden, *tokens),
         check_vma=False,
-    )(arrays, padding(x), padding(chosen), padding(weights))
+    )(arrays, padding(x), padding(chosen, "edge"), padding(weights))
     # Added outside of the shard_map, where XLA chooses between an all-reduce and a reduce-scatter.
     return jax.lax.reduce_sum(parts, axes=(0,))[: len(x)]
 
@@ -152,16 +157,11 @@ class GatedExperts(eqx.Module):
 
 def _dispatch(experts: Experts, x: Array, chosen: Array, weights: Array, *, devices: int) -> Array:
     """Does what `dispatch` does for one device's tokens; of the experts it has one share of `devices`."""
-    flat = [a.reshape(-1, a.shape[-1]) for a in (x, chosen, weights)]
+    rows, chosen, weights = (a.reshape(-1, a.shape[-1]) for a in (x, chosen, weights))
     held = jax.tree.leaves(eqx.filter(experts, eqx.is_array), is_leaf=_is_stacked)[0].shape[0]
     if devices == 1:
-        return _sort_and_combine(experts, held, *flat).reshape(x.shape)
-    tokens = len(flat[0])
-    parts = [jnp.pad(a, ((0, -tokens % devices), (0, 0))).reshape(devices, -1, a.shape[-1]) for a in flat]
-    remote = lambda rows, sizes: _across_devices(experts, rows, sizes, devices)
-    # Recomputed in the backward pass, which would otherwise keep the buffers of all chunks.
-    part = jax.checkpoint(lambda part: _sort_and_combine(remote, held * devices, *part), prevent_cse=False)
-    return jax.lax.map(part, parts).reshape(-1, x.shape[-1])[:tokens].reshape(x.shape)
+        return _sort_and_combine(experts, held, rows, chosen, weights).reshape(x.shape)
+    return _across_devices((experts, rows, weights), _Routes.of(chosen, held, devices)).astype(x.dtype).reshape(x.shape)
 
 
 def _is_stacked(node: Any) -> bool:
@@ -179,62 +179,133 @@ def _sort_and_combine(experts: Experts, count: int, x: Array, chosen: Array, wei
     return jnp.sum(y.astype(jnp.float32), axis=1).astype(x.dtype)
 
 
-def _across_devices(experts: Experts, rows: Array, sizes: Array, devices: int) -> Array:
-    """Computes `experts(rows, sizes)` where each device along the axis "expert" has a share of the experts."""
-    capacity = len(rows)
-    sent = sizes.reshape(devices, -1).astype(jnp.int32)  # rows of each expert, by the device that has it
-    received = jax.lax.all_to_all(sent, EXPERT, 0, 0)  # rows of each expert of this device, by the device they are from
-    arrived = _send(rows, sent, received)
-    # Rows arrive sorted by expert in a buffer for each sender. This brings all rows of an expert together.
-    ends = jnp.cumsum(received, axis=1)
-    of = jax.vmap(lambda ends: jnp.searchsorted(ends, jnp.arange(capacity), side="right"))(ends).reshape(-1)
-    order = jnp.argsort(of, stable=True)  # the unused ends of buffers are of no expert, and come last
-    place = jnp.argsort(order)
-    y = experts(permuted(arrived, order, place[:, None]), jnp.sum(received, axis=0))
-    return _send_back(permuted(y, place, order[:, None]), sent, received)
+class _Routes(NamedTuple):
+    """The ways of one device's (token, choice) pairs to the devices along the axis "expert" that have their experts."""
+
+    order: Int[Array, " pairs"]  # the pairs, sorted by expert, and so by device
+    device: Int[Array, "tokens choices"]
+    rank: Int[Array, "tokens choices"]  # the place of a pair among the sorted pairs of its device
+    sent: Int[Array, "devices experts"]  # pairs for each expert, by the device that has it
+    received: Int[Array, "devices experts"]  # pairs for each expert of this device, by the device that they are from
+
+    @classmethod
+    def of(cls, chosen: Int[Array, "tokens choices"], held: int, devices: int) -> "_Routes":
+        """Computes the routes of pairs to their chosen experts, of which each device has `held`."""
+        flat, device = chosen.reshape(-1), chosen // held
+        order = jnp.argsort(flat, stable=True)
+        sent = jnp.bincount(flat, length=held * devices).astype(jnp.int32).reshape(devices, held)
+        rank = jnp.argsort(order).reshape(chosen.shape) - _starts(jnp.sum(sent, axis=1))[device]
+        return cls(order, device, rank, sent, jax.lax.all_to_all(sent, EXPERT, 0, 0))
+
+    def rooms(self) -> tuple[int, int]:
+        """Returns the rows of the buffers for each device, of the first round and of each further one."""
+        pairs, devices = self.order.size, len(self.sent)
+        of = lambda share: min(pairs, max(LEAST, math.ceil(share * pairs / devices)))
+        return of(FIRST), of(FURTHER)
+
+    def further_rounds(self) -> Int[Array, ""]:
+        """Returns how many further rounds the fullest pair of devices needs. All devices of the mesh agree on it."""
+        first, further = self.rooms()
+        beyond = jnp.maximum(jnp.max(jnp.sum(self.sent, axis=1)) - first, 0)
+        return jax.lax.pmax(-(-beyond // further), jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def _send(rows: Array, sent: Array, received: Array) -> Array:
-    """Sends rows to the devices of their experts, which have a buffer of `capacity` rows for each sender."""
-    counts, capacity = jnp.sum(sent, axis=1), len(rows)
-    starts = jnp.cumsum(counts) - counts
-    if _ragged():
-        out = jnp.zeros((len(sent) * capacity, rows.shape[1]), rows.dtype)
-        there = jnp.full(len(sent), jax.lax.axis_index(EXPERT) * capacity, jnp.int32)
-        return jax.lax.ragged_all_to_all(rows, out, starts, counts, there, jnp.sum(received, axis=1), axis_name=EXPERT)
-    row, place = _in_buffers(counts, capacity)
-    buffers = permuted(rows, row, place[:, None]).reshape(len(sent), capacity, -1)
-    return jax.lax.all_to_all(buffers, EXPERT, 0, 0).reshape(-1, rows.shape[1])
+# What is differentiated: the experts, the tokens, and the weights of the tokens' choices.
+_Given = tuple[Experts, Float[Array, "tokens embed"], Float[Array, "tokens choices"]]
 
 
-def _send_back(y: Array, sent: Array, received: Array) -> Array:
-    """Sends rows back: the inverse of `_send`."""
-    counts, capacity = jnp.sum(sent, axis=1), len(y) // len(sent)
-    starts = jnp.cumsum(counts) - counts
-    if _ragged():
-        here = jnp.arange(len(sent), dtype=jnp.int32) * capacity
-        there = jax.lax.all_to_all(starts, EXPERT, 0, 0, tiled=True)
-        out = jnp.zeros((capacity, y.shape[1]), y.dtype)
-        return jax.lax.ragged_all_to_all(y, out, here, jnp.sum(received, axis=1), there, counts, axis_name=EXPERT)
-    buffers = jax.lax.all_to_all(y.reshape(len(sent), capacity, -1), EXPERT, 0, 0)
-    row, place = _in_buffers(counts, capacity)
-    return permuted(buffers.reshape(y.shape), place, row[:, None])
+def _across_devices(given: _Given, routes: _Routes) -> Float[Array, "tokens embed"]:
+    """Computes the weighted sums of the experts' outputs, in float32, where each device has a share of the experts."""
+    first, _ = routes.rooms()
+    if first == routes.order.size:  # all pairs fit
+        return _round(given, routes, 0, first)
+    return _rounds(given, routes, routes.further_rounds())
 
 
-def _in_buffers(counts: Array, capacity: int) -> tuple[Int[Array, " places"], Int[Array, " rows"]]:
-    """Lays out `counts` rows for each device in buffers of `capacity` rows each.
+@eqx.filter_custom_vjp
+def _rounds(given: _Given, routes: _Routes, further: Int[Array, ""]) -> Float[Array, "tokens embed"]:
+    """Sums a first round and `further` ones. The number is known at run time only, which JAX cannot differentiate."""
+    return _add_further(given, routes, further, _round(given, routes, 0, routes.rooms()[0]))
 
-    Returns the row at each place (`capacity` where there is none), and the place of each row.
+
+@_rounds.def_fwd
+def _(perturbed: Any, given: _Given, routes: _Routes, further: Array) -> tuple[Array, Any]:
+    y, pull = _differentiated(perturbed, given, routes, 0, routes.rooms()[0])
+    return _add_further(given, routes, further, y), pull
+
+
+@_rounds.def_bwd
+def _(pull: Any, d_y: Array, perturbed: Any, given: _Given, routes: _Routes, further: Array) -> Any:
+    def add(n: Array, sums: Any) -> Any:
+        start, room = _further_round(routes, n)
+        return jax.tree.map(jnp.add, sums, _differentiated(perturbed, given, routes, start, room)[1](d_y)[0])
+
+    (sums,) = pull(d_y)
+    with jax.named_scope(SCOPE):
+        return jax.lax.fori_loop(0, further, add, sums)
+
+
+def _differentiated(perturbed: Any, given: _Given, routes: _Routes, start: Any, room: int) -> tuple[Array, Any]:
+    """Computes a round, and the function that maps its gradient to those of what is differentiated."""
+    moving, still = eqx.partition(given, perturbed)
+    return jax.vjp(lambda moving: _round(eqx.combine(moving, still), routes, start, room), moving)
+
+
+def _add_further(given: _Given, routes: _Routes, further: Array, y: Array) -> Array:
+    with jax.named_scope(SCOPE):
+        return jax.lax.fori_loop(0, further, lambda n, y: y + _round(given, routes, *_further_round(routes, n)), y)
+
+
+def _further_round(routes: _Routes, n: Array) -> tuple[Array, int]:
+    first, room = routes.rooms()
+    return first + n * room, room
+
+
+def _round(given: _Given, routes: _Routes, start: Any, room: int) -> Float[Array, "tokens embed"]:
+    """Sums, for each token, the outputs of those of its choices whose ranks are the `room` ones from `start` on.
+
+    Pairs are sent in buffers of `room` rows for each device, and outputs are sent back in the same places.
     """
-    starts, within = jnp.cumsum(counts) - counts, jnp.arange(capacity)
-    row = jnp.where(within[None] < counts[:, None], starts[:, None] + within[None], capacity)
-    device = jnp.searchsorted(jnp.cumsum(counts), within, side="right")
-    return row.reshape(-1), device * capacity + within - starts[device]
+    experts, x, weights = given
+    devices, (tokens, choices), places = len(routes.sent), weights.shape, len(routes.sent) * room
+    exchange = lambda a: jax.lax.all_to_all(a.reshape(devices, room, -1), EXPERT, 0, 0).reshape(a.shape)
+    # The pair at each place of the buffers, and the place of each pair.
+    counts, ranks = jnp.sum(routes.sent, axis=1), start + jnp.arange(room)
+    sorted_pair = jnp.take(routes.order, _starts(counts)[:, None] + ranks[None], mode="clip")
+    pair = jnp.where(ranks[None] < counts[:, None], sorted_pair, tokens * choices).reshape(-1)
+    fits = (routes.rank >= start) & (routes.rank < start + room)
+    place = jnp.where(fits, routes.device * room + routes.rank - start, places)
+    rows = exchange(permuted(x, pair // choices, place))
+    weight = exchange(permuted(weights.reshape(-1), pair, place.reshape(-1, 1)))
+    # Each sender's rows are sorted by expert. This brings all rows of an expert together, and outputs back.
+    ends = jnp.clip(jnp.cumsum(routes.received, axis=1) - start, 0, room)
+    sizes = jnp.diff(ends, axis=1, prepend=0)
+    arrived = ends - sizes + room * jnp.arange(devices)[:, None]
+    grouped = _starts(sizes.T.reshape(-1)).reshape(-1, devices).T
+    there = _moved(places, *(a.T.reshape(-1) for a in (grouped, arrived, sizes)))
+    back = _moved(places, *(a.reshape(-1) for a in (arrived, grouped, sizes)))
+    y = experts(permuted(rows, there, back[:, None]), jnp.sum(sizes, axis=0))
+    y = scaled(y, permuted(weight, there, back[:, None])[:, None])
+    y = exchange(permuted(y, back, there[:, None]))
+    y = permuted(y, place.reshape(-1), pair[:, None]).reshape(tokens, choices, -1)
+    return jnp.sum(y.astype(jnp.float32), axis=1)
 
 
-def _ragged() -> bool:
-    """Whether XLA can send rows alone (`ragged_all_to_all`). On CPUs it cannot: whole buffers are sent, full or not."""
-    return device().platform != "cpu"
+def _starts(counts: Int[Array, " runs"]) -> Int[Array, " runs"]:
+    """Returns where each run starts if runs of these lengths follow one another."""
+    return jnp.cumsum(counts) - counts
+
+
+def _moved(places: int, to: Array, of: Array, lengths: Array) -> Int[Array, " places"]:
+    """Returns the place that the row at each place comes from, or `places`, where runs of rows move to other places.
+
+    Run i has `lengths[i]` rows, from place `of[i]` on, and moves to `to[i]`. The first run moves to place 0, and each
+    other one to a place after the run before it.
+    """
+    here = jnp.arange(places)
+    run = jnp.searchsorted(to, here, side="right", method="compare_all") - 1  # one pass, where "scan" is a loop
+    within = here - to[run]
+    return jnp.where(within < lengths[run], of[run] + within, places)
 
 
 _each_token: contextvars.ContextVar[bool] = contextvars.ContextVar("each_token", default=False)
