@@ -1,4 +1,4 @@
-"""Dequantises weights as they are read, in the formats of bitsandbytes, compressed-tensors, GPTQ and AWQ.
+"""Dequantises weights as they are read, in the formats of bitsandbytes, compressed-tensors, ModelOpt, GPTQ and AWQ.
 
 Each class follows its library's formula: scales and products in float32, rounded once to the dtype asked for. The first
 value of a 32-bit word is in its lowest bits.
@@ -9,16 +9,17 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-from jaxtyping import Float32, Int, Int32, UInt8
+from jaxtyping import Float32, Int, Int32, Integer, UInt8
 
-from convert.packed import BLOCK, Keepable, Packed, ranges, swapped
+from convert.packed import BLOCK, E4M3, Keepable, Packed, ranges, swapped
 from convert.tensors import DTYPES, Tensor
 
 
 FLOATS = DTYPES["F16"], DTYPES["BF16"], DTYPES["F32"]
 INT32 = np.dtype(np.int32)
-INT4_COLUMNS = 32  # neighbours of a row that share a scale in Kimi's 4 bits
+NVFP4_COLUMNS = 16  # neighbours of a row that share a scale in NVFP4
 AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # where an AWQ word holds the first, second, ... of its eight values
 
 
@@ -218,8 +219,9 @@ class PackedIntegers(_Affine, Keepable):
 
     @property
     def is_int4(self) -> bool:
-        """Whether it has 4 bits, a scale for each `INT4_COLUMNS` columns, and no zero points, as Kimi's experts."""
-        grouped = self.group_size == INT4_COLUMNS and self.shape[1] % INT4_COLUMNS == 0
+        """Whether it has 4 bits, no zero points, and a scale for each 32, 64 or 128 neighbours, as Kimi's experts."""
+        size = self.group_size
+        grouped = size is not None and size in (32, 64, 128) and self.shape[1] % size == 0
         return self.bits == 4 and grouped and self.zeros is None and self.groups is None
 
     def as_stored(self, index: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -236,6 +238,46 @@ class PackedIntegers(_Affine, Keepable):
         if self.zeros:  # zero points are shifted like the codes
             zeros = unpacked_columns(self.zeros.view().T, self.bits, rows).T
         return unpacked(self.codes.view()[taken], self.bits), scales, zeros
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvfp4(_Matrix, Keepable):
+    """NVFP4: float4_e2m1fn, a float8 scale for each 16 neighbours of a row, and a float32 scale for the whole weight.
+
+    codes uint8 [out, in / 2], the first of two values in the low bits; scales float8_e4m3fn [out, in / 16]; `whole`
+    float32 [] or [1]. A scale of 16 values is multiplied by `whole`, or divided by it if `divides`. Sources:
+    NVFP4QTensor in modelopt/torch/quantization/qtensor/nvfp4_tensor.py, and, for `divides`, NVFP4PackedCompressor in
+    compressed_tensors/compressors/nvfp4/base.py.
+    """
+
+    whole: Tensor
+    divides: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape[0], self.codes.shape[1] * 2
+
+    @property
+    def fits(self) -> bool:
+        if len(self.codes.shape) != 2 or self.codes.dtype != np.uint8:
+            return False
+        blocks = self.shape[1] / NVFP4_COLUMNS
+        whole = self.whole.shape in ((), (1,)) and self.whole.dtype == np.float32
+        return whole and (self.scales.shape, self.scales.dtype) == ((self.shape[0], blocks), E4M3)
+
+    def as_stored(self, index: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Reads rows. A scale is the product of a block's and the whole weight's, in float32."""
+        (rows,) = index
+        return swapped(self.codes.view()[rows]), self._scales(rows).view(np.uint32)
+
+    def _rows(self, rows: range) -> Float32[np.ndarray, "rows in"]:
+        taken = slice(rows.start, rows.stop)
+        codes = unpacked(self.codes.view()[taken], 4).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        return codes * self._scales(taken).repeat(NVFP4_COLUMNS, axis=1)
+
+    def _scales(self, rows: slice) -> Float32[np.ndarray, "rows blocks"]:
+        scales, whole = self.scales.view()[rows].astype(np.float32), self.whole.view().reshape(())
+        return scales / whole if self.divides else scales * whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,8 +335,8 @@ def int4_words(codes: UInt8[np.ndarray, "rows bytes"]) -> Int32[np.ndarray, "row
     return np.ascontiguousarray(swapped(codes)).view(INT32)
 
 
-def unpacked(words: Int[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows columns"]:
-    """Unpacks unsigned integers of 2, 4 or 8 bits from 32-bit words; the first is in the lowest bits."""
+def unpacked(words: Integer[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows columns"]:
+    """Unpacks unsigned integers of 2, 4 or 8 bits from words of any size; the first is in the lowest bits."""
     taken = np.ascontiguousarray(words).view(np.uint8)[..., None]  # the lowest byte is the first
     shifts, mask = np.arange(0, 8, bits, dtype=np.uint8), np.uint8((1 << bits) - 1)
     return ((taken >> shifts) & mask).reshape(len(words), -1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from convert.dequantize import FLOATS, Awq, Blocks, Bnb4, Bnb8, Gptq, PackedIntegers
+from convert.dequantize import FLOATS, NVFP4_COLUMNS, Awq, Blocks, Bnb4, Bnb8, Gptq, Nvfp4, PackedIntegers
 from convert.packed import BF16, E4M3, Fp8Blocks, Mxfp4, Packed
 from convert.tensors import Tensor
 
@@ -44,7 +44,19 @@ FP8_WHOLE = Layout(
 MXFP4 = Layout(Mxfp4, "_blocks", INTEGERS, {"scales": "_scales"}, stands_for="")
 SCALE = {"scales": ".weight_scale"}
 ZEROS = {"zeros": ".weight_zero_point", "groups": ".weight_g_idx"}
-ACTIVATIONS = tuple(f".{of}_{what}" for of in ("input", "output", "k", "v") for what in ("scale", "zero_point"))
+ACTIVATIONS = tuple(
+    f".{of}_{what}" for of in ("input", "output", "k", "v") for what in ("scale", "zero_point", "global_scale")
+)
+BYTES = (INTEGERS[1],)
+NVFP4 = Layout(
+    functools.partial(Nvfp4, divides=True), ".weight_packed", BYTES, SCALE | {"whole": ".weight_global_scale"},
+    dropped=ACTIVATIONS,
+)  # fmt: skip
+MODELOPT_FP8 = Layout(functools.partial(Blocks, group_size=None), ".weight", (E4M3,), SCALE, dropped=ACTIVATIONS)
+MODELOPT_NVFP4 = Layout(
+    functools.partial(Nvfp4, divides=False), ".weight", BYTES, SCALE | {"whole": ".weight_scale_2"},
+    dropped=ACTIVATIONS,
+)  # fmt: skip
 
 
 def layouts(stored: Mapping[str, Any] | None) -> list[Layout]:
@@ -71,12 +83,13 @@ def unpack(tensors: Mapping[str, Tensor], stored: Mapping[str, Any] | None = Non
         ValueError: a tensor has no scales, scales have no tensor, or tensors do not fit together; the message names
             them.
     """
-    rest, packed = dict(tensors), {}
-    for layout in layouts(stored):
+    rest, packed, found = dict(tensors), {}, layouts(stored)
+    for layout in found:
         for name in _codes(layout, tensors):
             whole = _joined(layout, name, rest)
             packed[whole.name] = whole
         rest = {name: tensor for name, tensor in rest.items() if not name.endswith(layout.dropped)}
+    for layout in found:
         for name, tensor in rest.items():
             if name.endswith((*layout.parts.values(), *layout.optional.values())):
                 raise ValueError(f"{name} in {tensor.file} scales nothing; the checkpoint lacks its quantised tensor.")
@@ -185,7 +198,7 @@ def _gptq(stored: Mapping[str, Any]) -> list[Layout]:
 
 
 def _compressed_tensors(stored: Mapping[str, Any]) -> list[Layout]:
-    formats = "naive-quantized", "int-quantized", "float-quantized", "pack-quantized"
+    formats = "naive-quantized", "int-quantized", "float-quantized", "pack-quantized", "nvfp4-pack-quantized"
     form = _only(stored, "format", formats)
     _only(stored, "transform_config", ({},), {})
     if sparse := stored.get("sparsity_config"):
@@ -194,15 +207,23 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> list[Layout]:
     weights = [group["weights"] for group in groups.values() if group.get("weights")]
     for group in groups.values():
         _only(group, "format", (form,), form)
+    types, bits, strategies = ("int", "float"), (8,), ("tensor", "channel", "token", "group", "block")
+    if form == "pack-quantized":
+        types, bits = ("int",), (2, 4, 8)
+    elif form == "nvfp4-pack-quantized":
+        types, bits, strategies = ("float",), (4,), ("tensor_group",)
     for each in weights:
-        _only(each, "type", ("int",) if form == "pack-quantized" else ("int", "float"), "int")
-        _only(each, "num_bits", (2, 4, 8) if form == "pack-quantized" else (8,), 8)
-        _only(each, "strategy", ("tensor", "channel", "token", "group", "block"), "tensor")
+        _only(each, "type", types, "int")
+        _only(each, "num_bits", bits, 8)
+        _only(each, "strategy", strategies, "tensor")
     keys = "num_bits", "strategy", "group_size", "block_structure"
     kinds = {str([each.get(key) for key in keys]) for each in weights}
     if len(kinds) != 1:
         raise ValueError(f"config_groups with {len(kinds)} ways to store weights are not read; one is")
     one = weights[0]
+    if form == "nvfp4-pack-quantized":
+        _only(one, "group_size", (NVFP4_COLUMNS,))
+        return [NVFP4]
     size = _group_size(one) if one.get("strategy") == "group" else None
     if form == "pack-quantized":
         make = functools.partial(PackedIntegers, bits=one.get("num_bits", 8), group_size=size)
@@ -212,6 +233,15 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> list[Layout]:
     return [Layout(make, ".weight", (E4M3, np.dtype(np.int8)), SCALE, ZEROS, ACTIVATIONS)]
 
 
+def _modelopt(stored: Mapping[str, Any]) -> list[Layout]:
+    algorithms = "fp8", "nvfp4", "w4a16_nvfp4", "nvfp4_w4a16"  # the last two do not quantise activations
+    mixed = _only(stored, "quant_algo", (*algorithms, "mixed_precision")) == "mixed_precision"
+    for each in stored["quantized_layers"].values() if mixed else [stored]:
+        _only(each, "quant_algo", algorithms)
+        _only(each, "group_size", (NVFP4_COLUMNS,), NVFP4_COLUMNS)
+    return [MODELOPT_FP8, MODELOPT_NVFP4]
+
+
 METHODS: dict[str, Callable[[Mapping[str, Any]], list[Layout]]] = {
     "fp8": _fp8,
     "mxfp4": lambda _: [FP8_BLOCKS, MXFP4],
@@ -219,4 +249,5 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], list[Layout]]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
 }

@@ -63,7 +63,7 @@ def load(
         quantize: store the weights of the layers' linear maps in "int8" or "fp8", with a scale per output, or in "nf4",
             four bits with a scale per 64 weights (`zoo.quantized`). Tensors are quantized one by one as they are read;
             all others keep their dtype. "stored": weights of linear maps that the checkpoint stores in float8 with
-            scales of blocks, in MXFP4 or in int4 stay as they are, bit by bit, and nothing else is quantized.
+            scales of blocks, in MXFP4, NVFP4 or int4 stay as they are, and nothing else is quantized.
         parts: names of optional parts to load too, of the family's `FAMILY.parts`: "vision", a tower for images; "mtp",
             a module that predicts the token after the next.
         head: what stands in the place of output embeddings (docs/heads.md): "embedding", by sentence-transformers'

@@ -6,6 +6,7 @@
 Both replace the linear maps of a model's layers from outside. Routers, norms, embeddings and the head stay as they are.
 """
 
+import dataclasses
 import functools
 import math
 import operator
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 import kernels
 import kernels.quantized_matmul.quantize
-from convert.dequantize import INT4_COLUMNS
+from convert.dequantize import NVFP4_COLUMNS
 from convert.packed import BLOCK, PAIRS
 from kernels.coded import TABLES, Code, Coded, dequantize
 from kernels.quantized_matmul.quantize import LARGEST
@@ -36,18 +37,22 @@ from zoo.surgery import map_linears, modules
 
 M = TypeVar("M", bound=AbstractModel)
 Format = Literal["int8", "fp8", "nf4", "int4"]
-Kept = Literal["int4", "fp8_blocks", "mxfp4"]  # formats of checkpoints that `zoo.load(quantize="stored")` keeps
+# Formats of checkpoints that `zoo.load(quantize="stored")` keeps.
+Kept = Literal["int4", "fp8_blocks", "mxfp4", "nvfp4"]
 STORED = {
     "int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn), "nf4": np.dtype(np.uint8),
     "int4": np.dtype(np.uint8), "fp8_blocks": np.dtype(ml_dtypes.float8_e4m3fn), "mxfp4": np.dtype(np.uint8),
+    "nvfp4": np.dtype(np.uint8),
 }  # fmt: skip
 
 # The kernels' names of the formats whose weights they dequantise as they multiply.
 CODES: dict[str, Code] = {
-    "fp8": "float8", "nf4": "nf4", "int4": "int4", "fp8_blocks": "float8", "mxfp4": "mxfp4",
+    "fp8": "float8", "nf4": "nf4", "int4": "int4", "fp8_blocks": "float8", "mxfp4": "mxfp4", "nvfp4": "mxfp4",
 }  # fmt: skip
-# The most neighbours of a row that share a scale. In the other formats a row has one.
-BLOCKS = {"nf4": 64, "int4": INT4_COLUMNS, "fp8_blocks": BLOCK, "mxfp4": 2 * PAIRS}
+FOUR_BITS = {format for format, code in CODES.items() if code in TABLES}
+# The most neighbours of a row that share a scale, in int4 unless a checkpoint has others. In the other formats a row
+# has one scale.
+BLOCKS = {"nf4": 64, "int4": 32, "fp8_blocks": BLOCK, "mxfp4": 2 * PAIRS, "nvfp4": NVFP4_COLUMNS}
 
 
 def quantize(model: M, format: Format) -> M:
@@ -58,22 +63,29 @@ def quantize(model: M, format: Format) -> M:
     return model
 
 
-def kept(linear: Any, format: Kept, scale: np.dtype) -> Any:
-    """Makes a linear map, or experts', of zeros in a checkpoint's format, with scales of this dtype.
+@dataclasses.dataclass(frozen=True)
+class Holding:
+    """A format of a checkpoint whose weights stay as they are, the dtype of scales, and the neighbours that share one.
 
     Both axes of a block of 128 x 128 in float8 may be longer than the matrix's, or end in the middle of a block. So a
     scale is kept for each row, and for as many neighbours as divide both 128 and the row.
     """
-    (*rows, columns), bias = linear.shape, linear.bias
-    stored, blocks = stored_sizes(columns, format)
-    weight, scales = jnp.zeros((*rows, stored), STORED[format]), jnp.zeros((*rows, blocks), scale)
-    kind = QuantizedLinear if isinstance(linear, AbstractLinear) else QuantizedExpertLinear
-    return kind(weight, scales, bias, format)
 
+    format: Kept
+    scale: np.dtype
+    neighbours: int
 
-def stored_sizes(columns: int, format: Kept) -> tuple[int, int]:
-    """Returns how many numbers and how many scales a row of so many weights has."""
-    return columns // (2 if format in TABLES else 1), columns // math.gcd(columns, BLOCKS[format])
+    def sizes(self, columns: int) -> tuple[int, int]:
+        """Returns how many numbers and how many scales a row of so many weights has."""
+        return columns // (2 if self.format in FOUR_BITS else 1), columns // math.gcd(columns, self.neighbours)
+
+    def zeros(self, linear: Any) -> Any:
+        """Makes a linear map, or experts', of zeros in the format, of the shape of `linear` and with its bias."""
+        *rows, columns = linear.shape
+        stored, blocks = self.sizes(columns)
+        weight, scales = jnp.zeros((*rows, stored), STORED[self.format]), jnp.zeros((*rows, blocks), self.scale)
+        kind = QuantizedLinear if isinstance(linear, AbstractLinear) else QuantizedExpertLinear
+        return kind(weight, scales, linear.bias, self.format)
 
 
 def quantize_training(model: M, dtype: Literal["int8", "fp8"]) -> M:
@@ -124,7 +136,7 @@ def dequantize_weight(
     values: Shaped[Array, "*rows stored"], scale: Float[Array, "..."], format: Format | Kept
 ) -> Float[Array, "..."]:
     """Computes the weights from values and scales, in the dtype of the scales."""
-    if format not in TABLES:
+    if format not in FOUR_BITS:
         return values.astype(scale.dtype) * scale[..., None]
     return dequantize(values, scale, CODES[format], scale.dtype)
 
@@ -203,7 +215,7 @@ class QuantizedExpertLinear(AbstractExpertLinear):
 
 def shape(weight: Shaped[Array | np.ndarray, "..."], format: Format | Kept) -> tuple[int, ...]:
     """Returns the shape of the weight that is stored as `weight` in a format."""
-    return (*weight.shape[:-1], 2 * weight.shape[-1]) if format in TABLES else weight.shape
+    return (*weight.shape[:-1], 2 * weight.shape[-1]) if format in FOUR_BITS else weight.shape
 
 
 def coded(linear: QuantizedLinear | QuantizedExpertLinear, dtype: DTypeLike) -> Coded:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ import zoo
 from convert.formats import layouts, unpack
 from convert.tensors import _Remote, open_tensors, save_tensors
 from tests.zoo import tiny
-from tests.zoo.programs import same
+from tests.zoo.programs import TOKENS, error, forward, on_host, same
+from zoo import surgery
+from zoo.quantized import QuantizedLinear, coded
 
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -98,10 +101,10 @@ def gptq(bits, version, *, shuffled):
     return store, dict(quant_method="gptq", bits=bits, group_size=GROUP, desc_act=shuffled, checkpoint_format=form)
 
 
-def compressed(form, kind, strategy, *, bits=8, zero=False, scale=BF16, activations=None, block=None):
+def compressed(form, kind, strategy, *, bits=8, zero=False, scale=BF16, activations=None, block=None, size=GROUP):
     dtype = I8 if kind == "int" else E4M3
     height = {"tensor": 0, "channel": 1, "group": 1, "block": block and block[0]}[strategy]
-    width = {"group": GROUP, "block": block and block[1]}.get(strategy)
+    width = {"group": size, "block": block and block[1]}.get(strategy)
 
     def store(random, shape):
         high = 2 ** (bits - 1)
@@ -126,6 +129,41 @@ def compressed(form, kind, strategy, *, bits=8, zero=False, scale=BF16, activati
     group = dict(targets=["Linear"], weights=weights, input_activations=activations, output_activations=None)
     config = dict(config_groups={"group_0": group}, format=form, quantization_status="compressed", ignore=["lm_head"])
     return store, config | dict(quant_method="compressed-tensors", kv_cache_scheme=None)
+
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], F32)
+
+
+def nvfp4(library):
+    def store(random, shape):
+        codes, of_block = random.randint(0, 16, shape), positive(random, shape[0], shape[1] // 16, dtype=E4M3)
+        whole = F32.type(random.uniform(0.1, 1))
+        tensors = {"weight_packed": (codes[:, 1::2] << 4 | codes[:, ::2]).astype(U8), "weight_scale": of_block}
+        if library == "modelopt":
+            scales = of_block.astype(F32) * whole
+            tensors |= {"weight": tensors.pop("weight_packed"), "weight_scale_2": np.array(whole)}
+            tensors |= {"input_scale": np.ones((), F32), "k_scale": np.ones((), F32)}
+        else:
+            scales = of_block.astype(F32) / whole
+            tensors |= {"weight_global_scale": np.array([whole]), "input_global_scale": np.ones(1, F32)}
+        return tensors, matrix(shape, lambda o, i: FP4[codes[o, i]] * scales[o, i // 16])
+
+    if library == "modelopt":
+        return store, dict(quant_method="modelopt", quant_algo="NVFP4", kv_cache_scheme={}, ignore=["lm_head"])
+    weights = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True, dynamic=False)
+    group = dict(targets=["Linear"], weights=weights, input_activations=weights | dict(dynamic="local"))
+    config = dict(config_groups={"group_0": group}, format="nvfp4-pack-quantized", quantization_status="compressed")
+    return store, config | dict(quant_method="compressed-tensors")
+
+
+def modelopt_fp8():
+    whole, _ = compressed("naive-quantized", "float", "tensor", scale=F32)
+
+    def store(random, shape):
+        tensors, want = whole(random, shape)
+        return tensors | {"weight_scale": tensors["weight_scale"].reshape(()), "input_scale": np.ones((), F32)}, want
+
+    return store, dict(quant_method="modelopt", quant_algo="FP8")
 
 
 def static_fp8():
@@ -160,6 +198,10 @@ FORMATS = {
     "int8, groups with zeros": compressed("naive-quantized", "int", "group", zero=True),
     "packed int8, rows": compressed("pack-quantized", "int", "channel"),
     "packed int4, groups with zeros": compressed("pack-quantized", "int", "group", bits=4, zero=True),
+    "packed int4, groups of 64": compressed("pack-quantized", "int", "group", bits=4, size=64),
+    "nvfp4": nvfp4("compressed-tensors"),
+    "modelopt nvfp4": nvfp4("modelopt"),
+    "modelopt fp8": modelopt_fp8(),
 }  # fmt: skip
 each_format = pytest.mark.parametrize("store, config", FORMATS.values(), ids=FORMATS)
 
@@ -195,8 +237,12 @@ def write(folder, name, config, linears, rest):
 
 
 @pytest.mark.parametrize(
-    "name", ["bitsandbytes nf4", "bitsandbytes int8", "awq", "gptq, by importance", "fp8, rows", "packed int8, rows"]
-)
+    "name",
+    [
+        "bitsandbytes nf4", "bitsandbytes int8", "awq", "gptq, by importance", "fp8, rows", "packed int8, rows",
+        "modelopt nvfp4",
+    ],
+)  # fmt: skip
 def test_a_model(tmp_path, name):
     """A model equals that of the dequantised weights, and saving writes these."""
     store, config = FORMATS[name]
@@ -220,6 +266,60 @@ def test_a_model(tmp_path, name):
     zoo.save(model, tmp_path / "saved")
     assert same(zoo.load(tmp_path / "saved"), want)
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+def test_mixed_precision(tmp_path):
+    """ModelOpt's float8 and NVFP4 are told apart by the dtypes of their codes."""
+    each, tensors, wants = dict(a="modelopt fp8", b="modelopt nvfp4"), {"norm.weight": np.ones(3, F16)}, {}
+    for name, format in each.items():
+        parts, wants[f"{name}.weight"] = FORMATS[format][0](np.random.RandomState(0), (40, 96))
+        tensors |= {f"{name}.{end}": part for end, part in parts.items()}
+    save(tmp_path, tensors)
+    layers = {name: dict(quant_algo=algorithm) for name, algorithm in dict(a="FP8", b="NVFP4").items()}
+    config = dict(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers=layers)
+    found = unpack(open_tensors(tmp_path), config)
+    assert found.keys() == {*wants, "norm.weight"}
+    for name, want in wants.items():
+        assert bits(found[name].part((), F32)) == bits(want)
+
+
+def kept_model(tmp_path, name):
+    """Writes a tiny Qwen3 whose linear maps are in a format, of widths that its blocks divide; returns the folder."""
+    store, config = FORMATS[name]
+    random, stored, changes = np.random.RandomState(1), {}, dict(hidden_size=64, intermediate_size=128)
+    for tensor, shape in tiny.MODULES["qwen3"].shapes(tiny.CONFIGS["qwen3"] | changes).items():
+        if tensor.endswith("_proj.weight"):
+            parts = store(random, shape)[0]
+            stored |= {f"{tensor.removesuffix('weight')}{end}": part for end, part in parts.items()}
+        else:
+            stored[tensor] = random.uniform(0.5, 1, shape).astype(BF16)
+    return write(tmp_path, "qwen3", dict(quantization_config=config, **changes), stored, {})
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt nvfp4", "packed int4, groups of 64"])
+def test_weights_stay_as_they_are_stored(tmp_path, name):
+    """Linear maps keep four bits, which stand for the numbers that are read without the option."""
+    folder = kept_model(tmp_path / "stored", name)
+    floats, kept = (zoo.load(folder, dtype="float32", quantize=quantize) for quantize in (None, "stored"))
+    assert len(dict(surgery.modules(kept, QuantizedLinear))) == 7
+    linear, want = kept.layers.period[0].mlp.down_proj, floats.layers.period[0].mlp.down_proj.weight
+    assert same(jax.jit(lambda linear: coded(linear, F32).read())(linear), want)
+    assert linear.weight.nbytes * 2 == want.size and linear.scale.nbytes == want.size / (4 if "nvfp4" in name else 16)
+    if "nvfp4" in name:
+        with pytest.raises(ValueError, match=r"q_proj.weight stays in NVFP4, which is read and not written: load the"):
+            zoo.save(kept, tmp_path / "saved")
+        return
+    zoo.save(on_host(zoo.load(folder, quantize="stored")), tmp_path / "saved")
+    ours, theirs = open_tensors(tmp_path / "saved"), open_tensors(folder)
+    assert all(ours[n].view().tobytes() == theirs[n].view().tobytes() for n in ours if not n.endswith("_shape"))
+    assert ours.keys() == theirs.keys() and same(zoo.load(tmp_path / "saved"), zoo.load(folder))
+
+
+def test_products_with_nvfp4(tmp_path):
+    """Logits differ from those of the dequantised weights by the order of sums alone."""
+    folder = kept_model(tmp_path, "modelopt nvfp4")
+    floats, kept = (zoo.load(folder, dtype="float32", quantize=quantize) for quantize in (None, "stored"))
+    assert error(forward(kept, TOKENS), forward(floats, TOKENS)) < 1e-6
 
 
 def test_headers_alone(tmp_path):
@@ -254,7 +354,14 @@ GROUPS = FP8["config_groups"]["group_0"]
         (GPTQ | dict(bits=3), "bits 3 is not read; what is: 2, 4, 8"),
         (GPTQ | dict(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not read"),
         (GPTQ | dict(dynamic={"-:x": {}}), "dynamic .* is not read"),
-        (FP8 | dict(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not read"),
+        (FP8 | dict(format="mxfp6-pack-quantized"), "format 'mxfp6-pack-quantized' is not read"),
+        (FP8 | dict(format="nvfp4-pack-quantized"), "type 'float'|num_bits 8 is not read; what is: 4"),
+        (dict(quant_method="modelopt", quant_algo="INT4_AWQ"), "quant_algo 'int4_awq' is not read; what is: 'fp8'"),
+        (dict(quant_method="modelopt", quant_algo="NVFP4", group_size=32), "group_size 32 is not read; what is: 16"),
+        (
+            dict(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers={"a": dict(quant_algo="X")}),
+            "quant_algo 'x' is not read",
+        ),
         (FP8 | dict(transform_config={"config_groups": {}}), "transform_config .* is not read"),
         (FP8 | dict(sparsity_config={"format": "sparse-24-bitmask"}), "format 'sparse-24-bitmask' is not read"),
         (FP8 | dict(config_groups={}), "config_groups with 0 ways"),

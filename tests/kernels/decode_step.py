@@ -7,7 +7,6 @@ layer's cache, or as all experts of a layer, the compiled program has copied the
 
 import collections
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -37,7 +36,7 @@ from zoo import registry
 from zoo.nn.cache import init_cache
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.recurrent import RecurrentCache
-from zoo.quantized import Kept, kept, quantize
+from zoo.quantized import BLOCKS, Holding, Kept, quantize
 from zoo.surgery import map_linears, modules
 
 
@@ -202,11 +201,11 @@ def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, ...]]:
 
 def as_stored(model: Any, format: Kept) -> Any:
     """Makes the shapes of a model whose checkpoint has the format: in MXFP4 experts alone, else all linear maps."""
-    scale = np.dtype(dict(mxfp4=np.uint8, fp8_blocks=np.uint32).get(format, jnp.bfloat16))
+    scale = np.dtype(dict(mxfp4=np.uint8, fp8_blocks=np.uint32, nvfp4=np.uint32).get(format, jnp.bfloat16))
+    zeros = Holding(format, scale, BLOCKS[format]).zeros
     for kind in (AbstractExpertLinear,) if format == "mxfp4" else (AbstractLinear, AbstractExpertLinear):
         if any(modules(model.layers, kind)):
-            make = functools.partial(kept, format=format, scale=scale)
-            model = map_linears(model, make, "layers.*", kind=kind)
+            model = map_linears(model, zeros, "layers.*", kind=kind)
     return model
 
 

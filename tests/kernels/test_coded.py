@@ -14,14 +14,18 @@ from kernels.coded import TABLES
 
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all of this file's time
-# Of each code: the blocks of a row, and the columns in one. Triton loads words of 32 bits, but bytes for the last one.
-SHAPES = {"float8": (3, 128), "mxfp4": (3, 32), "int4": (5, 32), "nf4": (3, 4)}
+# Of each format: the blocks of a row, and the columns in one. Triton loads words of 32 bits, but bytes for nf4 here.
+SHAPES = {"float8": (3, 128), "mxfp4": (3, 32), "nvfp4": (6, 16), "int4": (5, 32), "nf4": (3, 4)}
 SIZES = np.array([4, 0, 5], np.int32)  # of 11 rows, two of which have no group
 
 
 def coded(code, dtype: Any = np.float32, groups=3, out=70):
-    """Returns matrices in the second layer of a stack, and what they stand for in float64."""
-    rng, (blocks, width) = np.random.default_rng(0), SHAPES[code]
+    """Returns matrices in the second layer of a stack, and what they stand for in float64.
+
+    "nvfp4" is the code of MXFP4 with float32 scales.
+    """
+    rng, (blocks, width), format = np.random.default_rng(0), SHAPES[code], code
+    code = "mxfp4" if format == "nvfp4" else code
     shape = 2, groups, out, blocks * width
     if code == "float8":
         values = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
@@ -29,10 +33,10 @@ def coded(code, dtype: Any = np.float32, groups=3, out=70):
     else:
         values = rng.integers(0, 256, (*shape[:3], shape[3] // 2)).astype(np.uint8)
         numbers = TABLES[code].astype(np.float64)[np.stack([values >> 4, values & 15], axis=-1).reshape(shape)]
-        scale = rng.uniform(0.5, 1, (*shape[:3], blocks)).astype(dtype)
+        scale = rng.uniform(0.5, 1, (*shape[:3], blocks)).astype(np.float32 if format == "nvfp4" else dtype)
     factors = scale.astype(np.float64)
-    scale = scale.view(np.uint32) if code == "float8" else scale
-    if code == "mxfp4":
+    scale = scale.view(np.uint32) if format in ("float8", "nvfp4") else scale
+    if format == "mxfp4":
         scale = rng.integers(120, 128, scale.shape).astype(np.uint8)
         factors = 2.0 ** (scale - 127.0)
     weights = (numbers * factors.repeat(width, axis=-1)).astype(np.float32).astype(dtype).astype(np.float64)

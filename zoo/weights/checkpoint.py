@@ -30,7 +30,7 @@ import rich.console
 import rich.progress
 from jax.sharding import Mesh, NamedSharding
 
-from convert.dequantize import INT4_COLUMNS, PackedIntegers, int4_words
+from convert.dequantize import PackedIntegers, int4_words
 from convert.packed import BLOCK, PAIRS, SCALES, Packed, block_scales, quantize_blocks, swapped
 from convert.tensors import Lazy, Tensor
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
@@ -38,17 +38,17 @@ from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Stack
 from zoo.quantized import (
     Format,
+    Holding,
     Kept,
     LowPrecisionExpertLinear,
     LowPrecisionLinear,
     QuantizedExpertLinear,
     QuantizedLinear,
-    kept,
     quantize,
 )
 from zoo.surgery import map_linears, modules, path_name, shardings, with_head
 from zoo.weights.gather import gathered
-from zoo.weights.reading import Fused, Parameter, Part, Reader, Scan, Stored, kept_as, once, scale_dtype
+from zoo.weights.reading import Fused, Parameter, Part, Reader, Scan, Stored, kept_as, once
 
 
 M = TypeVar("M", bound=AbstractModel)
@@ -262,7 +262,7 @@ def with_kept(
         ValueError: a linear map's weight is stored in another quantized format, its layers or experts are stored in
             different ones, or the model's dtype cannot hold its scales; the message names the tensor.
     """
-    held: dict[str, tuple[Kept, np.dtype]] = {}
+    held: dict[str, Holding] = {}
     linears = dict(modules(skeleton, (Linear, ExpertLinear)))
     for parameter in wanted:
         path, _, field = parameter.path.rpartition(".")
@@ -271,12 +271,12 @@ def with_kept(
             continue
         dtype = dtypes[parameter.path]
         for tensor in stored:
-            format, scale = kept_as(tensor), scale_dtype(tensor, dtype)
-            if format is None or (format, scale) != held.setdefault(path, (format, scale)):
+            how = kept_as(tensor, dtype)
+            if how is None or how != held.setdefault(path, how):
                 raise ValueError(
                     f"{tensor.name} in {tensor.file} cannot stay as it is stored, as quantize='stored' asks. float8 in "
-                    f"blocks, MXFP4, and four bits with a scale for {INT4_COLUMNS} weights and no zero points can, for "
-                    "all layers and experts alike."
+                    "blocks, MXFP4, NVFP4, and four bits with a scale for 32, 64 or 128 weights and no zero points "
+                    "can, for all layers and experts alike."
                 )
             if isinstance(tensor, PackedIntegers) and not np.can_cast(tensor.scales.dtype, dtype):
                 raise ValueError(
@@ -287,8 +287,7 @@ def with_kept(
     def with_held(model: M) -> M:
         for kind in (AbstractLinear, AbstractExpertLinear):
             for path in [path for path, _ in modules(model, kind) if path in held]:
-                format, scale = held[path]
-                model = map_linears(model, functools.partial(kept, format=format, scale=scale), path, kind=kind)
+                model = map_linears(model, held[path].zeros, path, kind=kind)
         return model
 
     return eqx.filter_eval_shape(with_held, skeleton)
@@ -480,7 +479,8 @@ def kept_tensors(
     """Return the tensors for `array[at]` of a linear map as it was stored: for its codes, its scales, or its bias.
 
     Raises:
-        ValueError: the family stores a weight in int4 with swapped axes, or all experts' as one tensor.
+        ValueError: the weight is in nvfp4; or the family stores one in int4 with swapped axes, or all experts' as one
+            tensor.
     """
     field, name = parameter.path.rpartition(".")[2], str(parameter.names[at])
     if field == "bias":
@@ -491,6 +491,11 @@ def kept_tensors(
     shape, dtype = parameter.stored_shape, np.dtype(parameter.array.dtype)
     get = functools.partial(stored, parameter, at)
     match linear.format, field:
+        case "nvfp4", _:
+            raise ValueError(
+                f"{name} stays in NVFP4, which is read and not written: load the model without quantize='stored' to "
+                "save it as plain floats, or save its adapter alone."
+            )
         case "fp8_blocks", "weight":
             return {name: (shape, dtype, get) for name, shape, get in matrices(parameter, at, family)}
         case "fp8_blocks", _:
@@ -519,7 +524,8 @@ def kept_tensors(
 
 def kept_config(model: AbstractModel, tensors: Mapping[str, Lazy]) -> dict[str, Any] | None:
     """Return the quantization_config of an export with these tensors; None if all are plain floats."""
-    formats = {linear.format for _, linear in modules(model, QUANTIZED)}
+    linears = [linear for _, linear in modules(model, QUANTIZED)]
+    formats = {linear.format for linear in linears}
     names = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
     floats = [n for n in names if len(tensors[f"{n}.weight"][0]) == 2 and f"{n}.weight_scale_inv" not in tensors]
     if "fp8_blocks" in formats:
@@ -528,7 +534,10 @@ def kept_config(model: AbstractModel, tensors: Mapping[str, Lazy]) -> dict[str, 
         return dict(quant_method="mxfp4", modules_to_not_convert=floats)
     if "int4" not in formats:
         return None
-    weights = dict(type="int", num_bits=4, symmetric=True, strategy="group", group_size=INT4_COLUMNS, dynamic=False)
+    sizes = {linear.shape[-1] // linear.scale.shape[-1] for linear in linears}
+    if len(sizes) > 1:
+        raise ValueError(f"A scale is for {sorted(sizes)} weights in int4; config.json can say one number of them.")
+    weights = dict(type="int", num_bits=4, symmetric=True, strategy="group", group_size=sizes.pop(), dynamic=False)
     group = dict(targets=["Linear"], weights=weights, input_activations=None, output_activations=None)
     return dict(
         quant_method="compressed-tensors", format="pack-quantized", quantization_status="compressed",

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.dequantize import PackedIntegers
+from convert.dequantize import Nvfp4, PackedIntegers
 from convert.packed import E8M0, Fp8Blocks, Keepable, Mxfp4, Packed, scale_values
 from convert.tensors import Tensor
-from zoo.quantized import STORED, Format, Kept, quantize_weight, stored_sizes
+from zoo.quantized import BLOCKS, STORED, Format, Holding, Kept, quantize_weight
 
 
 Index = tuple[slice, ...]
@@ -23,8 +23,8 @@ Part = Callable[[Any], Any]  # reads the part of an array at an `Index`
 
 PIECE = 2**25  # bytes that a thread reads at a time
 QUANTIZED_PIECE = 2**18  # the same for a thread that quantizes: this fits into a core's cache
-# By format: the bits of two codes that count, and what these are in two zeros. In MXFP4 a zero may have a sign.
-ZEROS = {"int4": (0xFF, 0x88), "mxfp4": (0x77, 0), "fp8_blocks": (0x7F, 0)}
+# By format: the bits of two codes that count, and what these are in two zeros. In e2m1 a zero may have a sign.
+ZEROS = {"int4": (0xFF, 0x88), "mxfp4": (0x77, 0), "nvfp4": (0x77, 0), "fp8_blocks": (0x7F, 0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,29 +84,21 @@ class Fused:
 Stored = Tensor | Packed | Fused  # a tensor of a checkpoint, whose values are read later
 
 
-def kept_as(tensor: Stored) -> Kept | None:
-    """Return the format in which a tensor can stay as it is stored; None: it has to be dequantised."""
+def kept_as(tensor: Stored, dtype: np.dtype) -> Holding | None:
+    """Return how a model of `dtype` holds a tensor that stays as it is stored; None: it has to be dequantised."""
     match tensor:
         case Fused():
-            formats: set[Kept | None] = {kept_as(each) for expert in tensor.experts for each in expert}
-            return formats.pop() if len(formats) == 1 else None
+            each = {kept_as(part, dtype) for expert in tensor.experts for part in expert}
+            return each.pop() if len(each) == 1 else None
         case Fp8Blocks():
-            return "fp8_blocks"
+            return Holding("fp8_blocks", np.dtype(f"uint{8 * tensor.scales.dtype.itemsize}"), BLOCKS["fp8_blocks"])
         case Mxfp4():
-            return "mxfp4"
-        case PackedIntegers() if tensor.is_int4:
-            return "int4"
+            return Holding("mxfp4", np.dtype(np.uint8), BLOCKS["mxfp4"])
+        case Nvfp4():
+            return Holding("nvfp4", np.dtype(np.uint32), BLOCKS["nvfp4"])
+        case PackedIntegers() if tensor.is_int4 and tensor.group_size:
+            return Holding("int4", dtype, tensor.group_size)
     return None
-
-
-def scale_dtype(tensor: Stored, dtype: np.dtype) -> np.dtype:
-    """Return the dtype of the scales of a tensor that stays as it is stored, in a model of `dtype`."""
-    match tensor:
-        case Fused():
-            return scale_dtype(tensor.experts[0][0], dtype)
-        case Fp8Blocks() | Mxfp4():
-            return np.dtype(f"uint{8 * tensor.scales.dtype.itemsize}")
-    return dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,18 +228,18 @@ class Reader:
         """Read the rows `index` of a parameter as they are stored: codes, and scales for a model of `dtype`."""
         names, inner, shape = locate(parameter, (*index, slice(None)))
         first = self.tensors[str(parameter.names.flat[0])]
-        format = kept_as(first)
-        assert format is not None
-        stored, blocks = stored_sizes(shape[-1], format)
-        codes = aligned_empty((*names.shape, *shape[:-1], stored), STORED[format])
-        scales = aligned_empty((*names.shape, *shape[:-1], blocks), scale_dtype(first, dtype))
+        how = kept_as(first, dtype)
+        assert how is not None
+        stored, blocks = how.sizes(shape[-1])
+        codes = aligned_empty((*names.shape, *shape[:-1], stored), STORED[how.format])
+        scales = aligned_empty((*names.shape, *shape[:-1], blocks), how.scale)
 
         def fetch(tensor: Stored, at: tuple[int, ...], piece: slice) -> None:
             these = slice(inner[0].start + piece.start, inner[0].start + piece.stop)
             assert isinstance(tensor, Keepable | Fused)
             codes[at][piece], scales[at][piece] = tensor.as_stored((these, *inner[1:-1]))
             if self.scan:
-                self.scan.look_stored(tensor, codes[at][piece], scales[at][piece], format)
+                self.scan.look_stored(tensor, codes[at][piece], scales[at][piece], how.format)
 
         self._for_each_piece(fetch, names, shape, PIECE // dtype.itemsize)
         return codes, scales
