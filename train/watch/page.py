@@ -29,10 +29,10 @@ TEMPLATE = pathlib.Path(__file__).with_name("page.html")
 # The sections of the page, with patterns of their charts' titles. The first pattern that fits a title decides the
 # chart's section and its place there. Any other metric is drawn in the last section.
 SECTIONS = {
-    "Learning": ("loss", "*loss*", "accuracy", "perplexity", "margin", "*divergence*", "eval*", "grad_norm",
-                 "learning_rate"),
     "Rewards": ("reward", "*reward*", "pass@*", "length", "ended", "turns", "tool_calls", "tool_errors", "truncated",
                 "branches", "entropy", "*kl*", "*clip*"),
+    "Learning": ("loss", "*loss*", "accuracy", "perplexity", "margin", "*divergence*", "eval*", "grad_norm",
+                 "learning_rate"),
     "Speed and memory": ("tokens_per_second", "*_per_second", "mfu", "goodput*", "*memory*", "*_bytes", "*seconds*",
                          "*time*"),
     "Mixture of experts": ("balance", "router*", "*expert*"),
