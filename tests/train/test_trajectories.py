@@ -117,9 +117,11 @@ class Game:
         if os.environ.get("CALLS"):
             with open(os.environ["CALLS"], "a") as file:
                 file.write(f"{answer}\\n")
-        if (kill := os.environ.get("KILL")) and not os.path.exists(kill) and self._turn:
-            open(kill, "w").close()
-            os.kill(int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1]), 9)  # the trainer
+        if os.environ.get("COUNT"):
+            with open(os.environ["COUNT"], "ab", buffering=0) as file:
+                file.write(b".")
+                if file.tell() == int(os.environ["KILL"]):
+                    os.kill(int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1]), 9)  # trainer
         self._turn += 1
         self._letters += sum(c in "aeiou" for c in answer)
         random = secrets.token_hex(2) if os.environ.get("RANDOM") else ""
@@ -782,18 +784,38 @@ def test_a_run_that_fails_anywhere_goes_on_to_the_same_numbers(folder, tmp_path,
         assert numbers(tmp_path / f"failed{trial}") == whole
 
 
+# A run that is killed when a rollout of the next step is written and no checkpoint needs it yet.
+WRITTEN = """
+import os, runpy
+from train.run import batches
+write = batches._write
+batches._write = lambda *what: (write(*what), os.kill(os.getpid(), 9))
+runpy.run_module("train.grpo", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_numbers(folder, tmp_path):
-    """A run that its environment kills within a step, by SIGKILL, goes on with the same tokens, rewards and losses."""
+    """A run one step off that is killed by SIGKILL in its first rollout, in the second, beside an update, and after
+    that, goes on with the same samples, rewards and losses.
+    """
+    more = ["--steps", 3, "--save-every", 1, "--sample-every", 1, "--one-step-off"]
 
-    def script(out, **environment):
-        words = [sys.executable, "-m", "train.grpo", *arguments(folder, out, "--steps", 2, "--save-every", 1)]
-        return subprocess.run(words, env=hurry.environment() | environment, cwd=ROOT, capture_output=True).returncode
+    def script(out, *, after=0, start=("-m", "train.grpo")):
+        """Returns the exit code of a run that its environment kills after a number of answers; 0: not at all."""
+        count = out.with_suffix(".count")
+        count.touch()
+        kill = {"COUNT": str(count), "KILL": str(after and count.stat().st_size + after)}
+        words = [sys.executable, *start, *arguments(folder, out, *more)]
+        return subprocess.run(words, env=hurry.environment() | kill, cwd=ROOT, capture_output=True).returncode
 
-    kill = {"KILL": str(tmp_path / "killed")}
-    codes = [
-        script(tmp_path / "whole"),
-        script(tmp_path / "killed-run", **kill),
-        script(tmp_path / "killed-run", **kill),
-    ]
-    assert codes == [0, -signal.SIGKILL, 0] and numbers(tmp_path / "killed-run") == numbers(tmp_path / "whole")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert script(whole) == 0
+    half = whole.with_suffix(".count").stat().st_size // 2
+    assert script(killed, after=1) == -signal.SIGKILL
+    assert script(killed, after=half) == -signal.SIGKILL
+    assert (killed / "journal" / "000001.jsonl").exists() and not (killed / "ahead").exists(), "in the second rollout"
+    assert script(killed, start=("-c", WRITTEN)) == -signal.SIGKILL
+    assert (killed / "ahead" / "000001.npz").exists() and script(killed) == 0
+    assert numbers(killed) == numbers(whole)
+    assert lines_of(killed / "samples.jsonl") == lines_of(whole / "samples.jsonl")

@@ -40,17 +40,17 @@ def record(draw: random.Random) -> dict[str, Any]:
 
 def solved(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns a chat in which the record is solved."""
-    return _chat(record, [MOST // 2 + 1, int(record["answer"])])
+    return _chat(record, int(record["answer"]))
 
 
 def guessed(record: Mapping[str, Any], draw: random.Random) -> list[dict[str, Any]]:
-    """Returns a chat in which both numbers are guessed."""
-    return _chat(record, [draw.randint(1, MOST), draw.randint(1, MOST)])
+    """Returns a chat in which the second guess takes no notice of what was said of the first."""
+    return _chat(record, draw.randint(1, MOST))
 
 
-def _chat(record: Mapping[str, Any], guesses: list[int]) -> list[dict[str, Any]]:
-    first, second = guesses
-    said, number = [record["prompt"], str(first)], int(record["answer"])
+def _chat(record: Mapping[str, Any], second: int) -> list[dict[str, Any]]:
+    first, number = MOST // 2 + 1, int(record["answer"])
+    said = [record["prompt"], str(first)]
     if first != number:
         said += [_hint(first, number), str(second)]
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
