@@ -84,7 +84,11 @@ def measure(o: Options, chip: Chip, devices: list[Any]) -> dict[str, Any]:
     made = plan(o, CONFIGS[o.model], chip, devices)
     fits = made.compiled is not None and made.needed <= available(chip)
     gb = lambda size: round(size / 1e9, 2)
-    return {"needs, GB": gb(made.needed), "sampling, GB": gb(made.sampling), "fits": fits}
+    return {
+        "needs, GB": gb(made.needed),
+        "sampling, GB": gb(made.sampling.needed if made.sampling else 0.0),
+        "fits": fits,
+    }
 
 
 def candidates(card: str, method: str, chip: Chip, devices: list[Any], rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -43,16 +44,15 @@ from train.methods.scores import RewardOptions, try_rewards
 from train.methods.texts import TEXTS, padding_rows, rows_of
 from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
-from train.state.mesh import in_order, put_batch
+from train.state.mesh import check_sampling, in_order, meshes, on_mesh, put_batch
 from train.state.optim import OptimizerOptions
 from train.state.remat import StepOptions
 from train.step import loss
 from train.step.language import features
 from train.step.step import Batch, Losses, Scalars
-from train.step.task import Rolled, Task
+from train.step.task import Rolled, Rollout, Task
 from zoo import lora
 from zoo.generation.generate import Encoded
-from zoo.mesh import make_mesh
 from zoo.nn.layers import AbstractExpertLinear
 from zoo.nn.model import AbstractModel
 from zoo.nn.routing import replayed
@@ -147,6 +147,14 @@ def rescored(
     return rolled._replace(batches=[of_trainer(batch) for batch in rolled.batches])
 
 
+def elsewhere(
+    sample: Rollout, mesh: Mesh, dtype: str, model: AbstractModel, element: Any, n: int, folder: pathlib.Path | None
+) -> Rolled:
+    """Calls a rollout on the devices of another mesh, to which the model is copied unless it is there."""
+    with jax.set_mesh(mesh):
+        return sample(on_mesh(model, mesh, dtype), element, n, folder)
+
+
 def objective(
     model: AbstractModel,
     batch: Batch,
@@ -200,7 +208,7 @@ def objective(
 
 def main(o: GRPOOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
-    mesh = make_mesh(o.step.mesh)
+    mesh, there = meshes(o.step.mesh, o.rollouts.sampling_mesh)  # of updates, and of sampling
     model = Source.open(o.model, o.revision)
     tokenizer, config = zoo.tokenizer(model, parts=o.parts, **o.chat.arguments), model.config
     group, minibatches, names, weights = (
@@ -241,6 +249,13 @@ def main(o: GRPOOptions) -> None:
         )
     if o.rollouts.one_step_off and jax.process_count() > 1:
         raise ValueError("--one-step-off is for one process; several would begin their programs in different orders.")
+    if there != mesh:
+        if not o.rollouts.one_step_off:
+            raise ValueError(
+                f"--sampling-mesh {o.rollouts.sampling_mesh}: these devices would wait for the others; add "
+                "--one-step-off, with which both work at once."
+            )
+        check_sampling(there, skeleton(family_of(config), config), family_of(config))
     if o.rollouts.router_replay and mesh.shape[STAGE] > 1:
         raise ValueError("--router-replay needs a mesh without stage; split the layers' matrices by fsdp or tensor.")
     if environment == "python":
@@ -249,7 +264,7 @@ def main(o: GRPOOptions) -> None:
     seq_len, lr = o.step.seq_len or (96 if embedded else 0), o.optim.lr or (3e-4 if embedded else 0.0)
     o = o.changed(batch=rows // minibatches, seq_len=seq_len, lr=lr)
     o = finetune.resolve(o, config, width_lr=width_lr(o.lora) / 20)
-    load = functools.partial(Judge.load, mesh=mesh, dtype=o.step.compute_dtype, batch=o.rollouts.rollout_batch)
+    load = functools.partial(Judge.load, mesh=there, dtype=o.step.compute_dtype, batch=o.rollouts.rollout_batch)
     judges = [] if environment else [load(name) if name.startswith(NAME) else rewards.find(name) for name in names]
 
     # ----------------------------------------------------------------------------------------------------------- data
@@ -283,10 +298,15 @@ def main(o: GRPOOptions) -> None:
     # ----------------------------------------------------------------------------------------------------------- train
     o = resolve_steps(o, o.optim.steps)
     shares = math.prod(mesh.shape[axis] for axis in BATCH)
+    number = rows_of(o.step.batch, shares * o.step.microbatches)
+    if o.rollouts.exact_rollouts and number % math.prod(there.shape[axis] for axis in BATCH):
+        raise ValueError(
+            f"--exact-rollouts: --sampling-mesh {o.rollouts.sampling_mesh} can't split {number} rows evenly; take a "
+            "mesh that does."
+        )
     sampling: Any = dict(
-        options=o.rollouts, rewards=o.rewards, mesh=mesh, rows=rows_of(o.step.batch, shares * o.step.microbatches),
-        dtype=o.step.compute_dtype, seed=o.seed,
-    )  # fmt: skip
+        options=o.rollouts, rewards=o.rewards, mesh=there, rows=number, dtype=o.step.compute_dtype, seed=o.seed
+    )
     with contextlib.ExitStack() as processes:
         if environment:
             limits = o.environments.tool_seconds, o.environments.tool_output
@@ -304,18 +324,18 @@ def main(o: GRPOOptions) -> None:
                 lambda model, batch: logprobs(acting(cast(model, o.step.compute_dtype), batch), batch, options=o)[0][0]
             )
             sampled = sample
-            sample = lambda model, *of: rescored(sampled(model, *of), model, mesh, score)
+            sample = lambda model, *of: rescored(sampled(model, *of), model, there, score)
         task = Task(
             data,
             functools.partial(objective, options=o),
             reference=finetune.load_frozen(o, model, mesh) if o.kl and not o.lora.rank else None,
             validation=validation,
             prompts=[Encoded(prompt.ids, prompt.images) for prompt in looked_at[:3]],
-            rollout=sample,
+            rollout=sample if there == mesh else functools.partial(elsewhere, sample, there, o.step.compute_dtype),
             metric="reward",
-            one_step_off=o.rollouts.one_step_off,
+            ahead=there if o.rollouts.one_step_off else None,
             updates=o.rollouts.iterations * minibatches,
-            beside=[judge.model for judge in judges if isinstance(judge, Judge)],
+            beside=[judge.model for judge in judges if isinstance(judge, Judge) and there == mesh],
             example=padding_rows(o.step.batch, seq_len)
             | support_rows(o.step.batch, seq_len, o.rollouts, config.vocab_size)
             | seen,

@@ -23,7 +23,7 @@ from train.base.chips import Chip, fleet, size_of
 from train.planning import planner
 from train.planning.ahead import Program, abstract_frozen, parts_of, training
 from train.planning.hlo import by_axis
-from train.planning.planner import Options, Plan, gb, suggestion
+from train.planning.planner import Options, Plan, Sampled, gb, suggestion
 from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
 from zoo.nn.heads import ClassificationHead, RewardHead
@@ -64,7 +64,7 @@ def script(options: Options, config: AbstractConfig) -> finetune.FineTuningOptio
         own = dict(
             kl=options.kl, group=options.group, rollout_batch=options.rollout_batch, cache_dtype=options.cache_dtype
         )
-        own["max_new_tokens"] = options.max_new_tokens or options.seq // 2
+        own["max_new_tokens"] = options.new
     if options.method == "distill":
         own = dict(teacher=(options.teacher,), beta=0.0)
     run = method.options.of(
@@ -140,8 +140,7 @@ def report(made: Plan, config: AbstractConfig) -> None:
         table.add_row("  activations", gb(c.activations))
         table.add_row("  gradients and temporaries", gb(c.needed - sum(made.kinds.values()) - c.activations))
         if made.sampling:
-            table.add_row("in all, an update needs", gb(c.needed))
-            table.add_row("and sampling, with the state beside its cache", gb(made.sampling))
+            _add_memory_of_sampling(table, made, made.sampling)
         if c.host:
             table.add_row("and of its host", gb(c.host))
         for (kind, axes), size in sorted(by_axis(c.collectives, made.mesh.shape).items()):
@@ -156,10 +155,39 @@ def report(made: Plan, config: AbstractConfig) -> None:
     if c:
         table.add_row("so MFU is", f"at most {made.mfu:.1%}")
         table.add_row("and all devices do", f"at most {made.tokens_per_second:,.0f} tokens a second")
+        if made.sampling:
+            _add_times_of_sampling(table, made, made.sampling)
     rich.print(table)
     if c:
         rich.print(breakdown(made))
     rich.print(BOUNDS if c else f"To fit, try {suggestion(made, config)}")
+
+
+def _add_memory_of_sampling(table: Table, made: Plan, s: Sampled) -> None:
+    """Adds the bytes of an update beside those of sampling, and those of sampling's caches."""
+    o, update = made.options, made.updating
+    table.add_row("in all, an update needs", gb(update) + ", the peak" * (update > s.needed))
+    beside = "on other devices" if o.sampling_mesh else "beside it" if o.one_step_off else "with the state beside it"
+    table.add_row(f"and sampling, {beside}", gb(s.needed) + ", the peak" * (s.needed > update))
+    pages = f" in {s.layout.count:,} pages of {s.layout.slots}" if s.layout else ""
+    of = f"{o.rollout_batch:,} rows of at most {s.most:,} tokens{pages}"
+    table.add_row("  of which caches", f"{gb(s.caches)}, for {of}")
+
+
+def _add_times_of_sampling(table: Table, made: Plan, s: Sampled) -> None:
+    """Adds the bounds of the times of sampling, and of a step with its update."""
+    o, ms = made.options, lambda seconds: f"{1e3 * seconds:,.2f} ms"
+    table.add_row("a step's tokens", f"{o.tokens:,}, of which {o.batch * o.new:,} are drawn")
+    limit = max(s.bounds, key=s.bounds.__getitem__)
+    each = f"{s.steps:,} decoding steps of {ms(s.bounds[limit])} because of {limit}, {ms(s.prompts)} for prompts"
+    each += f", {ms(s.copying)} for copying weights" if s.copying else ""
+    table.add_row("sampling takes", f"at least {ms(s.seconds)}: {each}")
+    update = max(made.bounds.values())
+    both, longer = ms(s.seconds + update), ms(max(s.seconds, update))
+    if o.sampling_mesh:
+        table.add_row("one beside the other, a step takes", f"at least {longer}, and in turn {both}")
+    else:
+        table.add_row("with the update, a step takes", f"at least {both}")
 
 
 def breakdown(made: Plan) -> Table:

@@ -96,7 +96,8 @@ def command(script, *arguments):
 
 def devices(patch, number):
     """Gives scripts only `number` of the eight devices."""
-    make_mesh = functools.partial(zoo.mesh.make_mesh, devices=jax.devices()[:number])
+    make, few = zoo.mesh.make_mesh, jax.devices()[:number]
+    make_mesh = lambda text="fsdp=-1", devices=None: make(text, devices or few)
     for name, module in list(sys.modules.items()):
         if name.startswith("train.") and hasattr(module, "make_mesh"):
             patch.setattr(module, "make_mesh", make_mesh)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import zoo
 from tests.train.conftest import Bigram, command, devices, documents
@@ -462,21 +464,53 @@ def test_a_run_that_fails_goes_on_to_the_same_numbers(folder, tmp_path, monkeypa
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), ours, theirs))
 
 
-def test_rollouts_one_step_off(tmp_path):
-    """A rollout is drawn with the weights before the update beside it, and comes back as it was after a failure."""
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--lora.rank", 2, "--exact-rollouts"]])
+def test_sampling_on_other_devices(folder, tmp_path, monkeypatch, more):
+    """Sampling on four of eight devices beside updates on the others gives the bits of sampling on the same four."""
+    usual = ["--prompts", 2, "--steps", 3, "--one-step-off", "--mesh", "fsdp=4", "--eval-every", 2, "--hold-out", 0.5]
+    start = lambda out, *own: command("train.grpo", *arguments(folder, tmp_path / out, *usual, *more, *own))
+    rolled, places = grpo.rollout, []
+
+    def rollout(model, *of, **options):
+        places.append({device.id for a in jax.tree.leaves(model) for device in a.devices()})
+        return rolled(model, *of, **options)
+
+    monkeypatch.setattr("train.methods.rollouts.rollout", rollout)
+    start("apart", "--sampling-mesh", "fsdp=4")
+    assert places and all(place == {4, 5, 6, 7} for place in places)
+    devices(monkeypatch, 4)
+    start("shared")
+    numbers = lambda out: [
+        {k: v for k, v in json.loads(line).items() if "second" not in k and "memory" not in k and k != "mfu"}
+        for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert numbers("apart") == numbers("shared") and [line.get("staleness") for line in numbers("apart")].count(1) == 2
+    (name,) = {path.name for path in (tmp_path / "apart").iterdir()} & {"model", "adapter"}
+    file = f"{name}/{'adapter_' if more else ''}model.safetensors"
+    assert (tmp_path / "apart" / file).read_bytes() == (tmp_path / "shared" / file).read_bytes()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_rollouts_one_step_off(tmp_path, first):
+    """A rollout is drawn with the weights before the update beside it, on its own devices if it has some, and comes
+    back as it was after a failure.
+    """
     mesh, asked = make_mesh("fsdp=1", jax.devices()[:1]), []
+    there = make_mesh("fsdp=1", jax.devices()[first : first + 1])
     sgd = optax.sgd(1.0)
 
     def rollout(model, element, n, folder):
+        assert model.table.devices() == {jax.devices()[first]}
         asked.append((float(model.table[0, 0]), element, n))
         return Rolled(
             [{"tokens": np.full((1, 2), n)}, {"old": np.full(3, 0.1, np.float32)}], {"reward": 0.5}, [{"a": n}]
         )
 
-    state = init_state(Bigram(jnp.full((2, 2), 7.0)), sgd)
-    with contextlib.closing(Ahead(rollout, mesh, tmp_path, updates=2)) as ahead_of:
+    state = init_state(Bigram(jax.device_put(jnp.full((2, 2), 7.0), NamedSharding(mesh, P()))), sgd)
+    with contextlib.closing(Ahead(rollout, there, "float32", None, tmp_path, updates=2)) as ahead_of:
         assert ahead_of.take(3) is None
-        ahead_of.begin(state, None, "x", 3)
+        ahead_of.begin(state, "x", 3)
         ahead_of.finish()
         ahead_of.finish()
         (first, second), *others = ahead_of.take(3)
@@ -522,6 +556,9 @@ def test_refusals(folder, tmp_path):
         ({"importance": "icepop"}, "--importance icepop .* needs --exact-rollouts"),
         ({"router_replay": True}, "--router-replay: .* has no experts; leave it out"),
         ({"loss": "sapo", "level": "sequence"}, "--loss sapo has ratios of tokens"),
+        ({"sampling_mesh": "fsdp=4", "mesh": "fsdp=4"}, "--sampling-mesh fsdp=4: .* add --one-step-off"),
+        ({"sampling_mesh": "fsdp=-1"}, "--sampling-mesh fsdp=-1 has to take some of the 8 devices"),
+        ({"sampling_mesh": "tensor=3", "one_step_off": True}, "4 heads can't be split by tensor = 3"),
         ({"patience": 1, "steps": 1}, "--patience 1 waits for a higher reward on held-out prompts, and there is none"),
     ):
         with pytest.raises(ValueError, match=message):

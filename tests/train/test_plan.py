@@ -2,22 +2,28 @@
 
 import dataclasses
 import importlib.util
+import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zoo
 from tests import hurry
+from tests.train.conftest import devices
+from tests.zoo import tiny
 from tests.zoo.programs import noise
+from train import grpo
 from train import plan as script
 from train.base.chips import CHIPS, chip_of, fleet, size_of, slice_of, slowest_link, target
 from train.planning import ahead, breakdown, fit, hlo, planner, sampling
@@ -28,7 +34,7 @@ from train.run import defaults
 from train.state.mesh import abstract_model
 from train.state.remat import StepOptions
 from train.state.state import Lora, StateOptions, Trained
-from zoo.generation import engine
+from zoo.generation import decoding, engine
 from zoo.mesh import make_mesh
 from zoo.models import qwen3
 from zoo.surgery import cast, with_remat
@@ -399,9 +405,8 @@ def test_rollouts(config, monkeypatch, cache):
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     update = script.step(o, config, planner.family_of(config), mesh)
     planned = sampling.sampling(
-        config, mesh, update, seq=o.seq, max_new_tokens=o.max_new_tokens, rows=o.rollout_batch, group=o.group,
-        cache_dtype=cache,
-    )  # fmt: skip
+        config, mesh, update, seq=o.seq, new=o.new, rows=o.rollout_batch, group=o.group, turns=1, cache_dtype=cache
+    )
     shapes = lambda tree: [(a.shape, a.dtype) for a in jax.tree.leaves(tree)]
     *_, state, _ = planned.advance.arguments
     model, *reading, drawn = planned.prefill.arguments
@@ -425,10 +430,106 @@ def test_rollouts(config, monkeypatch, cache):
     assert shapes(model) == shapes(real) and planned.beside == sum(
         ahead.device_bytes(part) for part in (update.arguments[0], update.arguments[2])
     )
-    counted = lambda needed: Compiled(needed, 0, 0, 0, 0, 0, [], [], 0.0)
-    assert (
-        planned.needed(counted(100), counted(60)) == planned.needed(counted(60), counted(100)) == planned.beside + 100
+
+
+COUNTED = Compiled(1000, 0, 0, 0, 0, 0, [], [], 0.0)
+
+
+def counted(program, mesh):
+    """Stands in for `compile_ahead`: each program needs its arguments."""
+    return COUNTED._replace(arguments=ahead.device_bytes(program.arguments))
+
+
+def test_conversations(config, monkeypatch):
+    """A row has a prompt and all of its turns, each turn has its tokens, and pages hold them."""
+    monkeypatch.setattr(planner, "compile_ahead", counted)
+    o = TINY.changed(method="grpo", seq=511, batch=16, mesh="fsdp=1", rollout_batch=8, group=4)
+    planned = lambda **changes: script.plan(o.changed(**changes), config, CHIPS["v6e"], jax.devices()[:1])
+    one, four, short = planned(max_new_tokens=100), planned(max_new_tokens=100, turns=4), planned(turns=4)
+    assert (one.options.new, four.options.new, short.options.new) == (100, 400, 252)
+    assert (one.sampling.most, four.sampling.most) == (512 + 100, 512)
+    assert four.sampling.layout.slots == 64 and four.sampling.layout.count == 2 * 8 * 512 / 64
+    assert (one.sampling.steps, four.sampling.steps) == (2 * 100, 2 * 400)
+    assert four.sampling.bounds["HBM"] < one.sampling.bounds["HBM"], "rows are emptier while more is drawn"
+    prompts = lambda made: made.sampling.prompts / (made.options.seq - made.options.new)
+    assert prompts(one) == pytest.approx(prompts(four))
+    s = four.sampling
+    assert s.seconds == s.prompts + s.steps * max(s.bounds.values()) and s.copying == 0
+    for changes in ({"turns": 2}, {"one_step_off": True}):
+        with pytest.raises(ValueError, match="they need --method grpo"):
+            planned(method="dpo", **changes)
+
+
+def test_one_step_off(config, monkeypatch, capsys):
+    """Beside an update, sampling needs a copy of the weights and all else at once; on other devices it has its own."""
+    monkeypatch.setattr(planner, "compile_ahead", counted)
+    o = TINY.changed(method="grpo", batch=8, mesh="fsdp=4", rollout_batch=8, judge="tiny")
+    planned = lambda devices=4, **changes: script.plan(
+        o.changed(**changes), config, CHIPS["v6e"], jax.devices()[:devices]
     )
+    in_turn, beside = planned(), planned(one_step_off=True)
+    apart = planned(8, one_step_off=True, sampling_mesh="fsdp=4")
+    weights = in_turn.kinds["parameters"] / 2  # in bfloat16
+    judge, batch = in_turn.kinds[planner.JUDGE], in_turn.kinds["batch"]
+    assert beside.sampling.needed == in_turn.sampling.needed + batch
+    held = sum(in_turn.kinds[kind] for kind in ("parameters", "optimizer"))
+    assert apart.sampling.needed == pytest.approx(in_turn.sampling.needed - held, abs=4)  # the step's number
+    assert apart.sampling.needed == pytest.approx(weights + judge + apart.sampling.caches, rel=0.05)
+    assert apart.updating == in_turn.updating - judge and planner.JUDGE not in apart.kinds
+    assert apart.sampling.copying == weights / CHIPS["v6e"].link
+    adapted, both = (planned(lora=Lora(rank=4), one_step_off=ahead) for ahead in (False, True))
+    assert both.sampling.needed == adapted.sampling.needed + batch, "frozen weights are not copied"
+    monkeypatch.setattr(rich.get_console(), "width", 300)
+    monkeypatch.setattr(script, "breakdown", lambda made: "")
+    script.report(apart, config)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "and sampling, on other devices" in said and "one beside the other, a step takes at least" in said
+    for mesh in ("fsdp=-1", "fsdp=8"):
+        with pytest.raises(ValueError, match="has to take some of the 8 devices"):
+            planned(8, one_step_off=True, sampling_mesh=mesh)
+    with pytest.raises(ValueError, match="add --one-step-off"):
+        planned(8, sampling_mesh="fsdp=4")
+
+
+@pytest.mark.slow
+def test_memory_of_a_run(tmp_path, monkeypatch):
+    """A run holds the bytes that are planned while it samples, and its program is the one that was compiled."""
+    tiny.write(tmp_path / "model", "qwen3", eos_token_id=63)
+    tiny.write_tokenizer(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "the quick brown fox"}) + "\n")
+    own = dict(model=str(tmp_path / "model"), mesh="fsdp=1", group=4, max_new_tokens=24, rollout_batch=8)
+    programs, found, advance = [], {}, decoding.advance
+    monkeypatch.setattr(planner, "compile_ahead", lambda *of: programs.append(compile_ahead(*of)) or programs[-1])
+    o = Options.of(**own, topology="v6e:1x1", method="grpo", batch=1, seq=55, optimizer="adamw")
+    made = script.plan(o, zoo.config(tmp_path / "model"), CHIPS["v6e"], jax.devices()[:1])
+    decode = programs[1]
+
+    def spy(inputs, state, steps, top, enough):
+        if not found:
+            found["bytes"] = sum(a.nbytes for a in jax.live_arrays()) - before
+            parts = [eqx.partition(each, lambda x: isinstance(x, jax.Array | np.ndarray)) for each in (inputs, state)]
+            (inputs_, rest), (state_, others) = parts
+            whole = lambda i, s, e: advance.__wrapped__(eqx.combine(i, rest), eqx.combine(s, others), steps, top, e)
+            compiled = jax.jit(whole, donate_argnums=1).lower(inputs_, state_, enough).compile()
+            found["memory"] = compiled.memory_analysis()
+        return advance(inputs, state, steps, top, enough)
+
+    monkeypatch.setattr(decoding, "advance", spy)
+    devices(monkeypatch, 1)
+    before = sum(a.nbytes for a in jax.live_arrays())
+    run = dict(
+        data=str(tmp_path / "prompts.jsonl"),
+        reward=("regex:.*a",),
+        prompts=2,
+        seq_len=55,
+        steps=1,
+        sample_every="never",
+    )
+    grpo.main(grpo.GRPOOptions.of(**own, **run, compute_dtype="bfloat16", out=tmp_path / "run"))
+    assert found["memory"].argument_size_in_bytes == pytest.approx(decode.arguments, rel=0.01)
+    assert found["memory"].temp_size_in_bytes == pytest.approx(decode.temporaries, rel=0.05)
+    beside = made.sampling.needed - max(program.needed for program in programs[1:])
+    assert found["bytes"] == pytest.approx(beside + decode.arguments, rel=0.02)
 
 
 @pytest.mark.slow
@@ -436,7 +537,7 @@ def test_sampling_beside_adapters(config):
     """Update and sampling share frozen weights. A device needs the larger memory of the two."""
     o = TINY.changed(method="grpo", lora=Lora(rank=4), rollout_batch=8)
     few, many = (script.plan(o.changed(rollout_batch=n), config, CHIPS["v6e"], jax.devices()) for n in (8, 4096))
-    assert few.sampling < few.needed == few.compiled.needed < many.sampling == many.needed
+    assert few.sampling.needed < few.needed == few.compiled.needed < many.sampling.needed == many.needed
     too_many = dataclasses.replace(many, available=many.needed - 1, compiled=None)
     assert suggestion(too_many, config).startswith("--rollout-batch 2048")
 

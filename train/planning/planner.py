@@ -21,12 +21,12 @@ from train.planning.ahead import NONE, Compiled, Program, TooLarge, compile_ahea
 from train.planning.breakdown import ASIDE, Part, parts
 from train.planning.fit import REMATS, recomputed, recomputed_of, saved_bytes
 from train.planning.hlo import Collective
-from train.planning.sampling import sampling
-from train.state.mesh import check_mesh
+from train.planning.sampling import sampling, shapes_on
+from train.state.mesh import check_mesh, check_sampling, meshes
 from train.state.offload import is_on_host
 from train.state.optim import OptimizerOptions
 from train.state.state import Lora, StateOptions
-from zoo.mesh import make_mesh
+from zoo.generation.pages import Layout
 from zoo.nn.layers import AbstractExpertLinear
 from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, AbstractModel, Family
 from zoo.nn.moe import FIRST
@@ -71,8 +71,14 @@ class Options(OptionGroup):
     kl: float = option(0.0, group=Group.METHOD, rare=True)
     """Weight of the divergence from the reference, as in train.grpo. 0: no reference."""
     max_new_tokens: int = option(0, group=Group.METHOD, rare=True)
-    """Largest number of tokens of a completion, for grpo and distill; prompts have the rest of --seq. 0: half of --seq,
-    and no completions for distill."""
+    """Largest number of tokens of a completion, or of a reply, for grpo and distill; prompts have the rest of --seq. 0:
+    half of --seq for all replies, and no completions for distill."""
+    turns: int = option(1, group=Group.METHOD, rare=True)
+    """Number of replies in a conversation, as in train.grpo with an --environment."""
+    one_step_off: bool = option(False, group=Group.METHOD, rare=True)
+    """Sample beside an update, as in train.grpo: a device needs the memory of both at once."""
+    sampling_mesh: str = option("", group=Group.METHOD, rare=True)
+    """Mesh of other devices to sample on, as in train.grpo with --one-step-off; --mesh is of the rest of them."""
     rollout_batch: int = option(64, group=Group.METHOD, rare=True)
     """Number of completions that are sampled at a time, each with a cache, as in train.grpo."""
     group: int = option(8, group=Group.METHOD, rare=True)
@@ -111,6 +117,11 @@ class Options(OptionGroup):
         return self.method == "grpo" or (self.method == "distill" and self.max_new_tokens > 0)
 
     @property
+    def new(self) -> int:
+        """Counts the tokens that are drawn in a row of --seq tokens."""
+        return min(self.turns * (self.max_new_tokens or max(1, self.seq // 2 // self.turns)), self.seq)
+
+    @property
     def headed(self) -> bool:
         """Whether a head of few weights stands in the place of the output embeddings."""
         return self.method in ("reward", "classify", "embed")
@@ -126,6 +137,25 @@ Step = Callable[[Options, AbstractConfig, Family, Mesh], Program]
 
 
 @dataclasses.dataclass(frozen=True)
+class Sampled:
+    """The needs of the sampling of a step: bytes of one device, and lower bounds of seconds."""
+
+    needed: float  # bytes, with all else that the device holds meanwhile
+    caches: int  # bytes of the caches of all rows
+    layout: Layout | None  # the caches' pages; None: each row has memory for all of its tokens
+    most: int  # tokens of a row
+    copying: float  # seconds in which the weights are copied; 0: they are on these devices
+    prompts: float  # seconds in which prompts are read
+    steps: int  # number of decoding steps
+    bounds: dict[str, float]  # seconds by "compute", "HBM", "interconnect": a decoding step takes at least the longest
+
+    @property
+    def seconds(self) -> float:
+        """Returns a lower bound of the seconds of all sampling of a step."""
+        return self.copying + self.prompts + self.steps * max(self.bounds.values())
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """The needs of a run with these options: bytes of one device, seconds of one step."""
 
@@ -134,13 +164,18 @@ class Plan:
     kinds: dict[str, int]  # bytes held before a step, by kind
     gradients: int  # bytes
     compiled: Compiled | None  # None if the step does not fit
-    needed: float  # bytes that an update needs, or sampling if that is more
-    sampling: float  # bytes that GRPO's sampling needs; 0 without sampling
+    updating: float  # bytes that an update needs
+    sampling: Sampled | None  # None: nothing is sampled, or the update alone does not fit
     available: float
     bounds: dict[str, float]  # seconds by "compute", "HBM", "interconnect": a step takes at least the longest of them
     flops: float  # FLOPs of one token, as MFU counts them
     mfu: float  # an upper bound, from 0 to 1
     chip: Chip
+
+    @property
+    def needed(self) -> float:
+        """Returns the bytes that an update needs, or sampling if that is more."""
+        return max(self.updating, self.sampling.needed if self.sampling else 0.0)
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -186,8 +221,8 @@ def refuse(options: Options, config: AbstractConfig, chip: Chip, count: int, ste
     A device of this machine stands in for each. With --search only the size of the whole state is checked, since the
     search may find a mesh that needs less than --mesh.
     """
-    mesh = make_mesh(options.mesh, jax.devices()[:1] * count)
-    program = _fitting(options, _program(options, config, mesh, step), chip, count)
+    mesh, _ = _meshes(options, config, jax.devices()[:1] * count)
+    program = _fitting(options, _program(options, config, mesh, step), chip, mesh.size)
     held = {kind: size for kind, size in _bytes(program)[0].items() if kind != "batch"}
     if sum(held.values()) > chip.memory and not options.search:
         each = " and ".join(f"{gb(size)} of {kind}" for kind, size in held.items())
@@ -206,28 +241,20 @@ def plan(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any
     Raises:
         ValueError: the mesh does not divide model and batch, or the model is larger than all devices together.
     """
-    mesh = make_mesh(options.mesh, devices)
-    program = _fitting(options, _program(options, config, mesh, step), chip, len(devices))
+    mesh, there = _meshes(options, config, devices)
+    program = _fitting(options, _program(options, config, mesh, step), chip, mesh.size)
     kinds, gradients = _bytes(program)
-    compiled, needed, sampled, available = None, float(sum(kinds.values())), 0.0, float(chip.memory)
+    if there != mesh:
+        kinds.pop(JUDGE, None)
+    compiled, needed, sampled, available = None, float(sum(kinds.values())), None, float(chip.memory)
     if needed <= available:
         try:
             compiled = compile_ahead(program, mesh)
             needed = float(compiled.needed + kinds.get(JUDGE, 0))
         except TooLarge as error:
             needed, available = error.needed, error.available
-    if options.samples and needed <= available:
-        s = sampling(
-            config, mesh, program, seq=options.seq, max_new_tokens=options.max_new_tokens or options.seq // 2,
-            rows=options.rollout_batch, group=options.group if options.method == "grpo" else 1,
-            cache_dtype=options.cache_dtype,
-        )  # fmt: skip
-        try:
-            sampled = float(s.needed(compile_ahead(s.prefill, mesh), compile_ahead(s.advance, mesh)))
-            sampled += kinds.get(JUDGE, 0)
-        except TooLarge as error:
-            sampled = s.beside + error.needed
-        needed = max(needed, sampled)
+    if compiled and options.samples and needed <= available:
+        sampled = _sampled(options, config, chip, program, compiled, mesh, there)
     flops = flops_per_token(
         config, options.seq, frozen=bool(options.lora.rank), headed=options.headed,
         images=0 if options.decode else options.images, patches=options.patches,
@@ -235,8 +262,50 @@ def plan(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any
     flops /= 3 if options.decode else 1
     bounds = _bounds(options, program.kinds["parameters"], chip, mesh, compiled)
     mfu = flops * options.tokens / mesh.size / chip.flops / max(bounds.values())
-    compiled = compiled if needed <= available else None
-    return Plan(options, mesh, kinds, gradients, compiled, needed, sampled, available, bounds, flops, mfu, chip)
+    made = Plan(options, mesh, kinds, gradients, compiled, needed, sampled, available, bounds, flops, mfu, chip)
+    return made if made.needed <= available else dataclasses.replace(made, compiled=None)
+
+
+def _meshes(options: Options, config: AbstractConfig, devices: Sequence[Any]) -> tuple[Mesh, Mesh]:
+    """Makes the meshes of the step and of sampling. Raises a ValueError if that of sampling can't split the model."""
+    mesh, there = meshes(options.mesh, options.sampling_mesh, devices)
+    if options.sampling_mesh:
+        check_sampling(there, skeleton(family_of(config), config), family_of(config))
+    return mesh, there
+
+
+def _sampled(
+    options: Options, config: AbstractConfig, chip: Chip, update: Program, compiled: Compiled, mesh: Mesh, there: Mesh
+) -> Sampled:
+    """Compiles the two programs of sampling, on the mesh `there`. `compiled` is the update."""
+    group, rows = options.group if options.method == "grpo" else 1, min(options.batch, options.rollout_batch)
+    s = sampling(
+        config, there, update, seq=options.seq, new=options.new, rows=options.rollout_batch, group=group,
+        turns=options.turns, cache_dtype=options.cache_dtype,
+    )  # fmt: skip
+    if there != mesh:
+        beside = device_bytes(shapes_on(update.kinds.get(JUDGE), there))
+    elif options.one_step_off:  # beside all that an update needs, which shares only the frozen weights
+        beside = compiled.needed - (s.weights - s.trained) + device_bytes(update.kinds.get(JUDGE))
+    else:
+        beside = s.beside + device_bytes(update.kinds.get(JUDGE))
+    bounds = {"HBM": (s.weights + s.filled * rows / options.rollout_batch) / chip.bandwidth}
+    p, peak = products_per_token(config, options.seq), chip.flops * there.size
+    bounds["compute"] = 2 * sum(p) * rows / peak
+    try:
+        advance = compile_ahead(s.advance, there)
+        needed = max(compile_ahead(s.prefill, there).needed, advance.needed)
+        bounds["interconnect"] = sending(advance.collectives, chip, there)  # its loop over tokens counts once
+    except TooLarge as error:
+        needed = error.needed
+    link = slowest_link(chip, [*mesh.devices.flat, *there.devices.flat])
+    return Sampled(
+        float(beside + needed), device_bytes(s.advance.kinds["cache"]), s.layout, s.most,
+        copying=0.0 if there == mesh else s.trained / link,
+        prompts=2 * (p.layers + p.attention) * (options.seq - options.new) * options.batch / group / peak,
+        steps=math.ceil(options.batch * options.new / rows),
+        bounds=bounds,
+    )  # fmt: skip
 
 
 def _fitting(options: Options, program: Program, chip: Chip, count: int) -> Program:
@@ -272,6 +341,10 @@ def _check(options: Options, config: AbstractConfig, mesh: Mesh) -> None:
         raise ValueError(f"--decode plans no training: leave out --method {options.method}.")
     if options.judge and options.method != "grpo":
         raise ValueError(f"--judge {options.judge} rewards completions: it needs --method grpo.")
+    if (options.turns > 1 or options.one_step_off) and options.method != "grpo":
+        raise ValueError("--turns and --one-step-off are of rollouts: they need --method grpo.")
+    if options.sampling_mesh and not options.one_step_off:
+        raise ValueError(f"--sampling-mesh {options.sampling_mesh} is for sampling beside updates: add --one-step-off.")
     if bool(options.teacher) != (options.method == "distill"):
         raise ValueError("--method distill needs a --teacher, and no other method has one.")
     if options.images and options.headed:
@@ -362,7 +435,7 @@ def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh:
 def suggestion(made: Plan, config: AbstractConfig) -> str:
     """Proposes the first change that saves the missing bytes: remat, fsdp, the batch, or more devices."""
     o, mesh = made.options, made.mesh
-    if made.sampling > made.available:
+    if made.sampling and made.sampling.needed > made.available:
         return (
             f"--rollout-batch {max(1, o.rollout_batch // 2)}, or --cache-dtype int8: it is sampling that does not fit."
         )
@@ -401,7 +474,7 @@ def candidates(options: Options, config: AbstractConfig, chip: Chip, devices: li
     for each in meshes:
         text = ",".join([*(f"{axis}={n}" for axis, n in each.items() if n > 1), f"{FSDP}=-1"])
         try:
-            mesh = make_mesh(text, devices)
+            mesh, _ = _meshes(dataclasses.replace(options, mesh=text), config, devices)
             largest = dataclasses.replace(options, mesh=text, batch=max(batches))
             program = _program(largest, config, mesh, step)
         except ValueError:  # the mesh does not divide model or batch

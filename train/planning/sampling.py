@@ -14,13 +14,14 @@ import zoo
 from kernels.backends.compile_options import compile_options
 from kernels.mesh import BATCH
 from train.base.places import here
-from train.planning.ahead import Compiled, Program, device_bytes
+from train.planning.ahead import Program, device_bytes
 from zoo import lora
 from zoo.generation import decoding
 from zoo.generation.decoding import CHUNK, most_together
+from zoo.generation.pages import Layout
 from zoo.generation.sampling import settings
 from zoo.generation.shapes import bucket
-from zoo.nn.cache import partition_specs, split_over
+from zoo.nn.cache import init_cache, partition_specs, split_over
 from zoo.nn.model import AbstractConfig
 from zoo.nn.rows import windows
 from zoo.surgery import cast
@@ -30,15 +31,22 @@ STRIDE = 16  # tokens that `zoo.generation.engine.Engine` decodes at a time
 
 
 class RolloutPrograms(NamedTuple):
-    """The programs that a device runs between GRPO's updates, while it holds the state of the training."""
+    """The programs with which a device samples."""
 
     prefill: Program  # reads the prompts of some groups
     advance: Program  # decodes all rows
-    beside: int  # bytes that a device holds meanwhile: model, optimizer, reference; not the arrays that sampling reads
+    beside: int  # bytes that a device holds between updates: model, optimizer, reference; not what sampling reads
+    weights: int  # bytes that decoding reads
+    trained: int  # bytes of those weights that updates change
+    filled: int  # bytes of the caches that all rows have filled, on average
+    layout: Layout | None  # the caches' pages; None: each row has memory for all of its tokens
+    most: int  # tokens of a row
 
-    def needed(self, prefill: Compiled, advance: Compiled) -> int:
-        """Returns the bytes that a device needs: the larger number of the two programs."""
-        return self.beside + max(prefill.needed, advance.needed)
+
+def shapes_on(tree: Any, mesh: Mesh) -> Any:
+    """Returns the same shapes on another mesh."""
+    place = lambda a: NamedSharding(mesh, a.sharding.spec)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place(a)), tree)
 
 
 def sampling(
@@ -47,36 +55,47 @@ def sampling(
     update: Program,
     *,
     seq: int,
-    max_new_tokens: int,
+    new: int,
     rows: int,
     group: int,
+    turns: int,
     cache_dtype: str,
 ) -> RolloutPrograms:
-    """Makes the two programs of `zoo.generation.engine` that `train.methods.rollouts` runs, for this update's state.
+    """Makes the two programs of `zoo.generation.engine` that `train.methods` runs, for this update's state.
 
     Args:
-        seq: number of tokens of a row, a prompt with its completion.
+        mesh: that of sampling, which may be of other devices than the update's.
+        seq: number of tokens of a row, a prompt with its completion, or with its replies and what follows them.
+        new: number of these tokens that are drawn.
         rows: number of completions that are sampled at a time.
         group: number of completions of each prompt.
+        turns: number of replies.
     """
     state, _, kept, reference = update.arguments
     held = lora.combine(here(state.model), kept)  # arrays in the host's memory are copied to its devices for sampling
-    model = eqx.filter_eval_shape(functools.partial(cast, dtype=jnp.bfloat16), held)
     at = lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
     everywhere, rows_of = NamedSharding(mesh, P()), lambda spec: NamedSharding(mesh, spec)
-    model = jax.tree.map(lambda a, before: at(a, before.sharding), model, held)
+    placed = lambda shapes, specs: jax.tree.map(lambda a, spec: at(a, rows_of(spec)), shapes, specs)
+
+    def in_bfloat16(tree: Any) -> Any:
+        shapes = eqx.filter_eval_shape(functools.partial(cast, dtype=jnp.bfloat16), tree)
+        return placed(shapes, jax.tree.map(lambda a: a.sharding.spec, tree))
+
+    model = in_bfloat16(held)
     same = [b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(held), strict=True) if a.dtype == b.dtype]
     beside = device_bytes((held, state.opt_state, state.step, reference)) - device_bytes(same)
 
-    prompt, cache = seq + 1 - max_new_tokens, None if cache_dtype == "auto" else cache_dtype
-    most = bucket(prompt) + max_new_tokens
+    prompt, cache = seq + 1 - new, None if cache_dtype == "auto" else cache_dtype
+    most = bucket(prompt) + new if turns == 1 else seq + 1
     read_at_once = bucket(min(prompt, CHUNK))
     groups = bucket(min(most_together(read_at_once), math.ceil(rows / group)), 1)
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
     layout = decoding.layout_of(model, None, rows, most, mesh.shape, STRIDE)
     empty = eqx.filter_eval_shape(lambda m: decoding.init_caches(m, None, rows, most, cache, layout), model)
-    caches = jax.tree.map(lambda a, spec: at(a, rows_of(spec)), empty, partition_specs(empty, mesh.shape))
+    caches = placed(empty, partition_specs(empty, mesh.shape))
+    filled = eqx.filter_eval_shape(lambda m: init_cache(m, rows, prompt + new // 2, cache), model)
+    filled = placed(filled, partition_specs(filled, mesh.shape))
     split = NamedSharding(mesh, P(split_over(rows, BATCH, mesh.shape)))
     logits = jax.ShapeDtypeStruct((rows, config.vocab_size), jnp.float32, sharding=split)
 
@@ -107,6 +126,11 @@ def sampling(
         decode = jax.jit(advance, donate_argnums=4, compiler_options=compile_options("decode"))
     return RolloutPrograms(
         Program(jax.jit(read, donate_argnums=3), (model, chunk, tables, drawn), {}),
-        Program(decode, (model, ints(1), described, tables, drawn, ints()), {"cache": drawn}),
+        Program(decode, (model, ints(1), described, tables, drawn, ints()), {"cache": caches}),
         beside,
+        device_bytes(model),
+        device_bytes(in_bfloat16(here(state.model))),
+        device_bytes(filled),
+        layout,
+        most,
     )

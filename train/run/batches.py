@@ -13,13 +13,14 @@ import pathlib
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from kernels.mesh import BATCH
 from train.base.goodput import timed
 from train.run.start import Run
+from train.state.mesh import on_mesh
 from train.state.offload import to_device
 from train.state.state import TrainState
 from train.step.microbatches import filled_up
@@ -34,10 +35,11 @@ class Batches:
     """The batches of each step of a run. Use it in a `with` that ends when the run does."""
 
     def __init__(self, run: Run):
-        self.run, task = run, run.task
-        self._ahead = (
-            Ahead(task.rollout, run.mesh, run.out, task.updates) if task.rollout and task.one_step_off else None
-        )
+        self.run, task, self._ahead = run, run.task, None
+        if task.rollout and task.ahead:
+            dtype, frozen = run.recipe.compute_dtype, run.trained.frozen
+            frozen = frozen if task.ahead == run.mesh else on_mesh(frozen, task.ahead, dtype)
+            self._ahead = Ahead(task.rollout, task.ahead, dtype, frozen, run.out, task.updates)
         self._multiple = run.recipe.microbatches * math.prod(run.mesh.shape[axis] for axis in BATCH)
 
     def __enter__(self) -> Self:
@@ -56,7 +58,7 @@ class Batches:
         if rolled is None:
             rolled = timed("generation")(run.task.rollout)(run.model(), element(run.data), run.n, run.out)
         if self._ahead and run.n + 1 < run.steps:
-            self._ahead.begin(run.state, run.trained.frozen, element(run.data), run.n + 1)
+            self._ahead.begin(run.state, element(run.data), run.n + 1)
         batches = [filled_up(batch, self._multiple) for batch in rolled.batches]
         segments = np.concatenate([batch["segments"].reshape(-1) for batch in batches])
         return rolled._replace(
@@ -72,22 +74,25 @@ class Batches:
 class Ahead:
     """The rollouts of a run, of which at most one is being made."""
 
-    def __init__(self, rollout: Rollout, mesh: Mesh, out: pathlib.Path, updates: int):
+    def __init__(self, rollout: Rollout, mesh: Mesh, dtype: DTypeLike, frozen: Any, out: pathlib.Path, updates: int):
         """
         Args:
+            mesh: that of the devices that sample, on which the `frozen` weights are.
+            dtype: the dtype in which the model samples.
             out: folder of the run.
             updates: number of updates of a step.
         """
-        self.rollout, self.mesh, self.out, self.updates = rollout, mesh, out, updates
+        self.rollout, self.mesh, self.dtype, self.frozen = rollout, mesh, dtype, frozen
+        self.out, self.updates = out, updates
         self._pool = concurrent.futures.ThreadPoolExecutor(1)
         self._next: tuple[int, concurrent.futures.Future[Rolled]] | None = None
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def begin(self, state: TrainState, frozen: Any, element: Any, n: int) -> None:
+    def begin(self, state: TrainState, element: Any, n: int) -> None:
         """Begins the rollout after `n` steps, with a copy of the weights: the update writes over them."""
-        model = lora.combine(jax.tree.map(jnp.copy, to_device(state.model)), frozen)
+        model = lora.combine(on_mesh(to_device(state.model), self.mesh, self.dtype, anew=True), self.frozen)
 
         def make() -> Rolled:
             with jax.set_mesh(self.mesh):  # of this thread

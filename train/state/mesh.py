@@ -2,8 +2,9 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import Array, Int, Shaped
 
 from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR, split
 from train.data.rows import Share
-from zoo.mesh import AXES
+from zoo.mesh import AXES, make_mesh
 from zoo.nn.heads import AbstractHead
 from zoo.nn.layers import AbstractExpertLinear
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
@@ -23,6 +24,28 @@ from zoo.nn.stack import Stack
 from zoo.registry import family_of
 from zoo.surgery import cast, modules, shardings, with_head
 from zoo.weights.checkpoint import skeleton
+
+
+T = TypeVar("T")
+
+
+def meshes(mesh: str, sampling: str, devices: Sequence[Any] | None = None) -> tuple[Mesh, Mesh]:
+    """Makes the mesh of the updates, and that of sampling: other devices, the last ones, or with "" the same mesh.
+
+    Raises:
+        ValueError: a mesh does not fit its devices, or that of sampling leaves its size open or takes all devices.
+    """
+    if not sampling:
+        return (made := make_mesh(mesh, devices)), made
+    devices = jax.devices() if devices is None else devices
+    count = math.prod(map(int, re.findall(r"=\s*(-?\d+)", sampling)))
+    if not 0 < count < len(devices):
+        raise ValueError(
+            f"--sampling-mesh {sampling} has to take some of the {len(devices)} devices and leave the others to "
+            "--mesh: write its sizes, such as fsdp=1."
+        )
+    there = make_mesh(sampling, devices[-count:])
+    return make_mesh(mesh, devices[:-count]), there
 
 
 def check_mesh(mesh: Mesh, model: AbstractModel, family: Family, *, batch: int, seq_len: int) -> None:
@@ -54,6 +77,15 @@ def check_mesh(mesh: Mesh, model: AbstractModel, family: Family, *, batch: int, 
     if size[EXPERT] > 1 and not experts:
         raise ValueError(f"expert={size[EXPERT]} in the mesh, but {family.name} has no experts: use fsdp instead.")
     shardings(model, family.partition_rules, mesh)
+
+
+def check_sampling(mesh: Mesh, model: AbstractModel, family: Family) -> None:
+    """Checks that the mesh of sampling divides the model's heads, layers, experts and matrices evenly.
+
+    Raises:
+        ValueError: as in `check_mesh`. Sampling takes any number of rows, of any length.
+    """
+    check_mesh(mesh, model, family, batch=mesh.size, seq_len=2 * mesh.size)
 
 
 def abstract_model(
@@ -95,6 +127,15 @@ def generating(model: AbstractModel, mesh: Mesh, dtype: DTypeLike) -> Iterator[A
     there = without_stages(mesh, model, family)
     with jax.set_mesh(there):
         yield model if there == mesh else jax.device_put(model, shardings(model, family.partition_rules, there))
+
+
+def on_mesh(model: T, mesh: Mesh, dtype: DTypeLike, *, anew: bool = False) -> T:
+    """Copies a model, or a part of one, in `dtype` to a mesh, which may be of other devices.
+
+    Arrays that are there in this dtype are copied only with `anew`.
+    """
+    places = jax.tree.map(lambda a: NamedSharding(mesh, a.sharding.spec), model)
+    return jax.device_put(cast(model, dtype), places, may_alias=False if anew else None)
 
 
 OF_ROWS = ("patches", "grids")  # arrays of a batch that have no axis of tokens (`train.data.pictures`)

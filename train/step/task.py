@@ -3,10 +3,11 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import grain
 import numpy as np
+from jax.sharding import Mesh
 
 from train.step.step import Batch, Objective
 from zoo.generation.generate import Encoded
@@ -21,6 +22,7 @@ class Rolled(NamedTuple):
     samples: Sequence[Mapping[str, Any]] = ()  # of what was generated: arguments of `train.watch.watch.Watch.sample`
 
 
+@runtime_checkable
 class Rollout(Protocol):
     """A function that makes the batches of a step."""
 
@@ -54,8 +56,8 @@ class Task:
     measure: Measure | None = None  # of the validation data
     prompts: Sequence[Encoded] = ()  # prompts whose continuations are printed as samples
     rollout: Rollout | None = None
-    one_step_off: bool = False  # whether a rollout is made beside the update of the step before, with its first weights
-    beside: Sequence[AbstractModel] = ()  # other models that the rollout holds on the devices
+    ahead: Mesh | None = None  # where rollouts are made beside the update of the step before, with its first weights
+    beside: Sequence[AbstractModel] = ()  # other models that the rollout holds on the devices of the update
     metric: str = "loss"  # that of the validation data by which --patience and the report go
     updates: int = 1  # batches of a rollout
     example: Mapping[str, np.ndarray] | None = None  # a batch of the shapes that a rollout returns, for a dry run
