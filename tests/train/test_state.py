@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from train.state.optim import OPTIMIZERS, rounded
-from train.state.state import abstract_state, split_frozen
+from train.state.state import abstract_state, moment_sharding, split_frozen
 from zoo import lora
 from zoo.mesh import make_mesh
 from zoo.models import qwen3, qwen3_moe
@@ -100,6 +101,19 @@ def test_places_by_name(models):
         "1.0.0.v_col": ((3, 256), P("stage", ("fsdp", "tensor", "replica"))),
         "1.0.0.v": ((1,), P()),
     }
+
+
+def test_replicas_share_experts_before_layers():
+    """A replica updates a part of each layer's experts, but of other matrices its own layers."""
+    mesh = make_mesh("replica=2,expert=2,fsdp=2")
+    at = lambda shape, *spec: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, P(*spec)))
+    spec = lambda parameter: moment_sharding(parameter, parameter.shape).spec
+    experts, matrix = (
+        at((4, 8, 16, 32), "stage", "expert", "tensor", "fsdp"),
+        at((4, 16, 32), "stage", "tensor", "fsdp"),
+    )
+    assert spec(experts) == P("stage", ("expert", "replica"), "tensor", "fsdp")
+    assert spec(matrix) == P(("stage", "replica"), "tensor", "fsdp")
 
 
 def test_bytes(models):

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from kernels.mesh import REPLICA
+from kernels.mesh import EXPERT, REPLICA
 from train.base.options import Group, OptionGroup, option
 from train.state.mesh import abstract_model, check_mesh
 from train.state.offload import host
@@ -205,7 +205,8 @@ def moment_sharding(parameter: Any, shape: tuple[int, ...]) -> Sharding:
 
     Adafactor's sums lack one axis, over which they are summed. The array is split as the parameter is. The remaining
     mesh axes are "replica" and those that split the missing axis: each splits the first of the array's axes that it
-    divides.
+    divides. Experts that devices split are split further first: then the gradients of a layer are summed over replicas
+    by a reduce-scatter. If a replica updated its own layers, each replica would get the sums of all layers.
     """
     place, size = parameter.sharding, parameter.shape
     if not isinstance(place, NamedSharding):
@@ -216,11 +217,13 @@ def moment_sharding(parameter: Any, shape: tuple[int, ...]) -> Sharding:
         return NamedSharding(place.mesh, P())
     split = [*place.spec, *[None] * (len(size) - len(place.spec))]
     over = _axes(split.pop(missing)) if missing < len(size) else ()
+    of_experts = lambda i: place.mesh.shape.get(EXPERT, 1) > 1 and _axes(split[i]) == (EXPERT,)
+    order = sorted(range(len(shape)), key=lambda i: not of_experts(i))
     for axis in (*over, REPLICA):
         devices = place.mesh.shape.get(axis, 1)
-        for i, length in enumerate(shape):
+        for i in order:
             parts = math.prod(place.mesh.shape[a] for a in _axes(split[i]))
-            if devices > 1 and length % (parts * devices) == 0:
+            if devices > 1 and shape[i] % (parts * devices) == 0:
                 split[i] = (*_axes(split[i]), axis)
                 break
     return NamedSharding(place.mesh, P(*split))
