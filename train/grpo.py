@@ -256,6 +256,7 @@ def main(o: GRPOOptions) -> None:
                 "--one-step-off, with which both work at once."
             )
         check_sampling(there, skeleton(family_of(config), config), family_of(config))
+        rich.print(f"The last {there.size} devices sample ({o.rollouts.sampling_mesh}), beside updates on the others.")
     if o.rollouts.router_replay and mesh.shape[STAGE] > 1:
         raise ValueError("--router-replay needs a mesh without stage; split the layers' matrices by fsdp or tensor.")
     if environment == "python":
