@@ -16,6 +16,7 @@ from kernels.cross_entropy import cross_entropy
 from kernels.decode_attention import decode_attention
 from kernels.delta_rule import delta_rule
 from kernels.dispatch import explain, prefer
+from kernels.invariant import mean, product, softmax, total
 from kernels.masks import Around, Causal, Chunk, Full, Mask, Spans, Window, sliding
 from kernels.quantized_matmul import fp8_matmul, int8_matmul
 from kernels.ragged_dot import ragged_dot, rounded_ragged_dot
@@ -46,8 +47,12 @@ __all__ = [
     "explain",
     "fp8_matmul",
     "int8_matmul",
+    "mean",
     "prefer",
+    "product",
     "ragged_dot",
     "rounded_ragged_dot",
     "sliding",
+    "softmax",
+    "total",
 ]

@@ -34,6 +34,7 @@ def decode_attention(
     - "reference": reads every slot of the cache, and has every derivative.
     - "xla", "tpu", "triton": read only blocks with a key that is seen; "xla" reads all between the first and the last
       of them. They have first derivatives only, in reverse mode, which read every slot.
+    - "invariant": reads every slot, and has the bits of `attention`'s.
 
     None chooses as `attention` does.
 

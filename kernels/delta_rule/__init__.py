@@ -51,6 +51,7 @@ def delta_rule(
       both are interpreted.
     - "triton_fused": the same in five kernels for NVIDIA's Hopper and Blackwell GPUs, for q, k and v in bfloat16 and
       one decay a head. Products are in bfloat16, with sums and states in float32.
+    - "invariant": "reference" on CPUs, for any number of tokens, so that a token's bits do not depend on it.
 
     None chooses by rank (`kernels.dispatch`): "triton_fused", "triton" or "tpu" on their devices if they take the
     arguments, else "xla", and "reference" for at most 16 tokens and for float64. The decode step is an operation of

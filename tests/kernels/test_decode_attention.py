@@ -32,6 +32,7 @@ DECODES = {
         *((case, "xla") for case in DECODES if case != "causal"),
         *((case, "triton") for case in DECODES if case != "causal"),
         *((case, "tpu") for case in DECODES),
+        *((case, "invariant") for case in DECODES if case != "causal"),
     ],
 )
 def test_decode_of_a_ragged_cache(case, implementation):

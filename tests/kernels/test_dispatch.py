@@ -29,14 +29,14 @@ QKV = [shape(2, 300, 4, 16), shape(2, 300, 2, 16), shape(2, 300, 2, 16)]
 
 # By operation: the implementations tried on a CPU, on a GPU and on a TPU, in order, and those that serve only by name.
 ASKED = {
-    "attention": ("xla reference", "cudnn triton xla reference", "tpu xla reference", "mosaic"),
+    "attention": ("xla reference", "cudnn triton xla reference", "tpu xla reference", "invariant mosaic"),
     "coded_matmul": ("reference", "triton reference", "tpu reference", ""),
     "cross_entropy": ("xla reference", "xla reference", "xla reference", ""),
-    "decode_attention": ("xla reference", "triton xla reference", "tpu xla reference", ""),
-    "delta_rule": ("xla reference", "triton_fused triton xla reference", "tpu xla reference", ""),
-    "delta_step": ("reference", "triton reference", "tpu reference", ""),
+    "decode_attention": ("xla reference", "triton xla reference", "tpu xla reference", "invariant"),
+    "delta_rule": ("xla reference", "triton_fused triton xla reference", "tpu xla reference", "invariant"),
+    "delta_step": ("reference", "triton reference", "tpu reference", "invariant"),
     "quantized_matmul": ("xla reference", "triton xla reference", "tpu xla reference", ""),
-    "ragged_dot": ("xla reference", "triton xla reference", "tpu xla reference", "mosaic"),
+    "ragged_dot": ("xla reference", "triton xla reference", "tpu xla reference", "invariant mosaic"),
 }
 
 

@@ -80,7 +80,8 @@ CASES = {
 @pytest.mark.parametrize(
     "case, implementation",
     # Only for "xla" do tiles grow with the groups.
-    [(case, name) for case in CASES for name in IMPLEMENTATIONS if "of the largest size" not in case or name == "xla"],
+    [(case, name) for case in CASES for name in IMPLEMENTATIONS if "of the largest size" not in case or name == "xla"]
+    + [("one row and one group", "invariant")],
 )
 def test_float32_equals_the_oracle(case, implementation):
     tokens, group_sizes = CASES[case]

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+import kernels
 from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
@@ -132,7 +133,7 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
-        scores = probability = jax.nn.softmax(logits, axis=-1)
+        scores = probability = kernels.softmax(logits)
         if c.topk_method == "group_limited_greedy":
             by_group = scores.reshape(*x.shape[:2], c.n_group, -1)
             best = moe.top_k(jnp.max(by_group, axis=-1), c.topk_group)[1]  # the best groups

@@ -326,10 +326,10 @@ class MoE(eqx.Module):
         segments: Int[Array, "batch seq"] | None,
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.router(x)
-        probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+        probability = kernels.softmax(logits.astype(jnp.float32))
         weights, chosen = moe.choose(probability, self.top_k)
         factors = pick(spread(self.router.per_expert_scale.astype(jnp.float32), probability.shape), chosen)
-        weights = (factors * weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(x.dtype)
+        weights = (factors * weights / kernels.total(weights)).astype(x.dtype)
         y = self.pre_feedforward_layernorm_2(x)
         y = moe.dispatch(self.experts, y, chosen, weights, lambda experts: experts.down_proj)
         y = self.post_feedforward_layernorm_1(of_mlp) + self.post_feedforward_layernorm_2(y)

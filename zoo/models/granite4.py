@@ -208,9 +208,9 @@ class MoE(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.router(x)
         best, chosen = moe.choose(logits.astype(jnp.float32), self.top_k)
-        weights = jax.nn.softmax(best, axis=-1).astype(x.dtype)
+        weights = kernels.softmax(best).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.output_linear)
-        probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+        probability = kernels.softmax(logits.astype(jnp.float32))
         return y, moe.Routing.of(logits, probability, chosen, segments)
 
 

@@ -247,9 +247,9 @@ class MoE(eqx.Module):
         scores = jax.nn.sigmoid(logits)
         chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=1, best=1)
         weights = pick(scores, chosen)
-        weights = c.moe_routed_scaling_factor * weights / jnp.sum(weights, axis=-1, keepdims=True)
+        weights = c.moe_routed_scaling_factor * weights / kernels.total(weights)
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)
-        routing = moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
+        routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
         return y + self.shared_expert(x), routing
 
 

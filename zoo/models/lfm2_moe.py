@@ -156,7 +156,7 @@ class Router(AbstractBiasedRouter):
         self.e_score_correction_bias = Float32(jnp.zeros(experts))
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return jnp.einsum("...d,ed->...e", x, self.weight)
+        return kernels.product("...d,ed->...e", x, self.weight)
 
 
 class MoE(eqx.Module):
@@ -179,10 +179,10 @@ class MoE(eqx.Module):
         chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=1, best=1)
         weights = pick(scores, chosen)
         if c.norm_topk_prob:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-6)
+            weights = weights / (kernels.total(weights) + 1e-6)
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.w2)
-        return y, moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
+        return y, moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
 
 
 class Block(AbstractDecoderBlock):

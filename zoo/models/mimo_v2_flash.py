@@ -188,10 +188,10 @@ class MoE(eqx.Module):
         chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=c.n_group, best=c.topk_group)
         weights = pick(scores, chosen)
         if c.norm_topk_prob:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+            weights = weights / (kernels.total(weights) + 1e-20)
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
-        return y, moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
+        return y, moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
 
 
 class Block(AbstractDecoderBlock):

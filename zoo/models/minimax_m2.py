@@ -12,7 +12,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -135,9 +134,9 @@ class MoE(eqx.Module):
         scores = jax.nn.sigmoid(logits)
         chosen = self.gate.choose(scores, self.top_k, groups=1, best=1)
         weights = pick(scores, chosen)
-        weights = (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(x.dtype)
+        weights = (weights / kernels.total(weights)).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.w2)
-        return y, moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
+        return y, moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
 
 
 class Block(AbstractDecoderBlock):

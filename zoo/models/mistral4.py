@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+import kernels
 from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
@@ -106,11 +107,11 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
-        scores = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+        scores = kernels.softmax(logits.astype(jnp.float32))
         chosen = self.choose(scores)
         weights = pick(scores, chosen)
         if c.norm_topk_prob:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+            weights = weights / (kernels.total(weights) + 1e-20)
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
         return y + self.shared_experts(x), moe.Routing.of(logits, scores, chosen, segments)
@@ -119,7 +120,7 @@ class MoE(eqx.Module):
         """Returns the best experts of the best groups: of those whose two highest scores have the largest sum."""
         c = self.config
         by_group = scores.reshape(*scores.shape[:2], c.n_group, -1)
-        best = moe.top_k(jnp.sum(moe.top_k(by_group, 2)[0], axis=-1), c.topk_group)[1]
+        best = moe.top_k(kernels.total(moe.top_k(by_group, 2)[0])[..., 0], c.topk_group)[1]
         kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
         return moe.choose(jnp.where(kept[..., None], by_group, 0).reshape(scores.shape), c.num_experts_per_tok)[1]
 

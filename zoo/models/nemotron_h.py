@@ -235,12 +235,12 @@ class MoE(eqx.Module):
         chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=c.n_group, best=c.topk_group)
         weights = pick(scores, chosen)
         if c.norm_topk_prob:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+            weights = weights / (kernels.total(weights) + 1e-20)
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
         y = moe.dispatch(self.experts, y, chosen, weights, lambda experts: experts.down_proj)
         y = y if self.fc2_latent_proj is None else self.fc2_latent_proj(y)
-        routing = moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
+        routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
         return y + self.shared_experts(x), routing
 
 

@@ -227,10 +227,10 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.gate(x)
-        probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+        probability = kernels.softmax(logits.astype(jnp.float32))
         weights, chosen = moe.choose(probability, self.top_k)
         if self.rescale:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+            weights = weights / kernels.total(weights)
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)
         shared = scaled(self.shared_expert(x), jax.nn.sigmoid(self.shared_expert_gate(x)))
         return y + shared, moe.Routing.of(logits, probability, chosen, segments)

@@ -231,7 +231,9 @@ class WindowKV(AbstractCache):
             k_at = Tokens(new.positions[self.layer])
             return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), k_at
         pairs = ((self.k, k), (self.v, v))
-        keys, values = (jnp.concatenate([read(_read(old, self.layer, x.dtype)), x], axis=1) for old, x in pairs)
+        keys, values = (
+            jnp.concatenate([read(_read(old, self.layer, x.dtype)), _as_stored(old, x)], axis=1) for old, x in pairs
+        )
         positions = jnp.where(positions < 0, NEVER, positions)
         old = self.positions[self.layer]
         # From its first position on, this call writes anew.
@@ -451,6 +453,13 @@ def _read(
         return Stacked(store.values, layer, store.scale, store.parts, np.dtype(dtype), table)
     found = Stacked(store, layer, table=table)
     return found if store.dtype == dtype else Stacked.of(found.read().astype(dtype))  # attention takes one dtype
+
+
+def _as_stored(store: Array | Int8Vectors, new: Float[Array, "batch seq ..."]) -> Float[Array, "batch seq ..."]:
+    """Rounds vectors as the cache does, so that tokens of one call see the keys that tokens of later calls see."""
+    if not isinstance(store, Int8Vectors):
+        return new.astype(store.dtype).astype(new.dtype)
+    return read(_read(_int8(new[None], *store.parts), jnp.zeros((), jnp.int32), new.dtype))
 
 
 def _empty_table(batch: int, slots: int, length: int) -> Int[Array, "1 rows row_pages"]:

@@ -63,7 +63,7 @@ class Linear(AbstractLinear):
         return self.weight.shape
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        y = jnp.einsum("...i,oi->...o", x, self.weight)
+        y = kernels.product("...i,oi->...o", x, self.weight)
         if self.bias is None:
             return y
         if device().platform == "gpu" and x.size <= FEW_ROWS * x.shape[-1]:
@@ -185,7 +185,7 @@ class Embedding(eqx.Module):
         return split_lookup(self.weight, tokens)
 
     def attend(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        return jnp.einsum("...e,ve->...v", x, self.weight)
+        return kernels.product("...e,ve->...v", x, self.weight)
 
 
 def check_tokens(tokens: Any, vocab: int) -> None:
@@ -275,8 +275,8 @@ class LayerNorm(eqx.Module):
     @recomputed
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y, weight, bias = (array.astype(jnp.float32) for array in (x, self.weight, self.bias))
-        y -= jnp.mean(y, axis=-1, keepdims=True)
-        y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y -= kernels.mean(y)
+        y *= jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
         return (y * jnp.broadcast_to(weight, y.shape) + jnp.broadcast_to(bias, y.shape)).astype(x.dtype)
 
 
@@ -292,7 +292,7 @@ class RMSNorm(eqx.Module):
     @recomputed
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
         return scaled(y.astype(x.dtype), self.weight)
 
 
@@ -308,7 +308,7 @@ class Float32RMSNorm(eqx.Module):
     @recomputed
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
         return (y * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
@@ -324,7 +324,7 @@ class OffsetRMSNorm(eqx.Module):
     @recomputed
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
         return (y * jnp.broadcast_to(1 + self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
@@ -343,7 +343,7 @@ class GatedRMSNorm(eqx.Module):
     @recomputed
     def __call__(self, x: Float[Array, "*batch dim"], gate: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
         y = y.astype(x.dtype).astype(jnp.float32) * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)
         return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
@@ -362,7 +362,7 @@ def rms_normalized(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*
     @recomputed
     def normalized(x: Array) -> Array:
         y = x.astype(jnp.float32)
-        return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+        return (y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + eps)).astype(x.dtype)
 
     return normalized(x)
 
@@ -372,4 +372,4 @@ def l2_normalized(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
     """Divides each vector by its length, `sqrt(sum(x**2) + 1e-6)`, as queries and keys of a delta rule are
     (arXiv:2412.06464). Computed in float32 and cast back, as in flash-linear-attention."""
     y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+    return (y * jax.lax.rsqrt(kernels.total(jnp.square(y)) + 1e-6)).astype(x.dtype)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from kernels.invariant import invariant
 from kernels.stacked import read
 from kernels.sums import spread
 from zoo.nn.cache import LatentKV
@@ -110,14 +111,16 @@ class LatentAttention(AbstractMixer):
         k_at = at  # where the keys stand
         if cache is not None:
             cache, latents, k_at = cache.update(jnp.concatenate([c_kv, k_pe], axis=-1), at)
-        if latents is not None and x.shape[1] <= kernels.FEW:
+        if latents is None and invariant():
+            latents = jnp.concatenate([c_kv, k_pe], axis=-1)[:, :, None]
+        if latents is not None and (x.shape[1] <= kernels.FEW or invariant()):
             # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For few
             # tokens this is cheaper than projecting all cached latents, which now are keys and values of one head.
             w = self.kv_b_proj.matrix(x.dtype).reshape(c.num_attention_heads, -1, c.kv_lora_rank)
             w_k, w_v = jnp.split(w, [c.qk_nope_head_dim], axis=1)
-            q = jnp.concatenate([jnp.einsum("bshn,hnr->bshr", q_nope, w_k), q_pe], axis=-1)
+            q = jnp.concatenate([kernels.product("bshn,hnr->bshr", q_nope, w_k), q_pe], axis=-1)
             y = kernels.attention(q, latents, c.kv_lora_rank, at, k_at, scale=self.scale)
-            y = jnp.einsum("bshr,hvr->bshv", y, w_v)
+            y = kernels.product("bshr,hvr->bshv", y, w_v)
         else:
             if latents is not None:
                 c_kv, k_pe = jnp.split(read(latents)[:, :, 0], [c.kv_lora_rank], axis=-1)

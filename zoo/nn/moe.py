@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+import kernels
 from kernels import mesh
 from kernels.mesh import CONTEXT, EXPERT, FSDP, TENSOR
 from kernels.stacked import Stacked, read
@@ -176,7 +177,7 @@ def _sort_and_combine(experts: Experts, count: int, x: Array, chosen: Array, wei
     y = experts(permuted(x, order // chosen.shape[1], row.reshape(chosen.shape)), sizes)
     y = scaled(y, permuted(weights.reshape(-1), order, row[:, None])[:, None])
     y = permuted(y, row, order[:, None]).reshape(*chosen.shape, x.shape[-1])
-    return jnp.sum(y.astype(jnp.float32), axis=1).astype(x.dtype)
+    return kernels.total(y.astype(jnp.float32), axis=1)[:, 0].astype(x.dtype)
 
 
 class _Routes(NamedTuple):

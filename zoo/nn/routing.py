@@ -14,6 +14,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+import kernels
 from kernels import Tokens
 from zoo.nn.cache import AbstractCache
 from zoo.nn.layers import AbstractExpertLinear, Float32, recomputed
@@ -36,7 +37,7 @@ class Router(eqx.Module):
         self.weight = _random(hidden, experts, key)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return checkpoint_name(jnp.einsum("...d,ed->...e", x, self.weight), LOGITS)
+        return checkpoint_name(kernels.product("...d,ed->...e", x, self.weight), LOGITS)
 
 
 class Float32Router(eqx.Module):
@@ -73,7 +74,7 @@ class AbstractBiasedRouter(eqx.Module):
         """
         bias = jnp.broadcast_to(self.e_score_correction_bias.value, scores.shape)
         biased = (scores + bias).reshape(*scores.shape[:2], groups, -1)
-        kept = top_k(jnp.sum(top_k(biased, 2)[0], axis=-1), best)[1]
+        kept = top_k(kernels.total(top_k(biased, 2)[0])[..., 0], best)[1]
         kept = jnp.any(jax.nn.one_hot(kept, groups, dtype=bool), axis=-2)
         return choose(jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape), choices)[1]
 
@@ -203,4 +204,4 @@ def _in_float32(
 
 @recomputed
 def _float32_product(x: Array, weight: Array) -> Array:
-    return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), weight.astype(jnp.float32))
+    return kernels.product("...d,ed->...e", x.astype(jnp.float32), weight.astype(jnp.float32))
