@@ -81,11 +81,11 @@ class Holding:
 
     def zeros(self, linear: Any) -> Any:
         """Makes a linear map, or experts', of zeros in the format, of the shape of `linear` and with its bias."""
-        *rows, columns = linear.shape
+        (*rows, columns), bias = linear.shape, linear.bias
         stored, blocks = self.sizes(columns)
         weight, scales = jnp.zeros((*rows, stored), STORED[self.format]), jnp.zeros((*rows, blocks), self.scale)
         kind = QuantizedLinear if isinstance(linear, AbstractLinear) else QuantizedExpertLinear
-        return kind(weight, scales, linear.bias, self.format)
+        return kind(weight, scales, bias, self.format)
 
 
 def quantize_training(model: M, dtype: Literal["int8", "fp8"]) -> M:
