@@ -268,7 +268,9 @@ class Nvfp4(_Matrix, Keepable):
     def as_stored(self, index: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Reads rows. A scale is the product of a block's and the whole weight's, in float32."""
         (rows,) = index
-        return swapped(self.codes.view()[rows]), self._scales(rows).view(np.uint32)
+        codes = np.empty((rows.stop - rows.start, self.codes.shape[1]), np.uint8)
+        self.codes.read_into(codes, rows.start)
+        return swapped(codes), self._scales(rows).view(np.uint32)
 
     def _rows(self, rows: range) -> Float32[np.ndarray, "rows in"]:
         taken = slice(rows.start, rows.stop)

@@ -22,6 +22,7 @@ BF16, E4M3, E8M0 = DTYPES["BF16"], DTYPES["F8_E4M3"], DTYPES["F8_E8M0"]
 SCALES = {1: E8M0, 2: BF16, 4: DTYPES["F32"]}  # the dtypes of scales, by the bytes of one
 BYTES = np.arange(256, dtype=np.uint8)
 BLOCK = 128  # rows and columns that share a scale in float8, and rows that are dequantised at a time
+E2M1 = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)  # the numbers, without a sign
 PAIRS = 16  # bytes, of two values each, that share a scale in MXFP4
 
 
@@ -176,6 +177,52 @@ def quantize_blocks(
         scales[i] = np.where(largest, np.maximum(largest / np.float32(448), np.finfo(np.float32).tiny), 1)
         codes[i * BLOCK : (i + 1) * BLOCK] = band / scales[i].repeat(BLOCK)[None, : band.shape[1]]
     return codes, scales
+
+
+def quantize_mxfp4(
+    weight: Float[np.ndarray, "*rows in"],
+) -> tuple[UInt8[np.ndarray, "*rows groups 16"], UInt8[np.ndarray, "*rows groups"]]:
+    """Quantises rows to the codes and scales of `Mxfp4`: to the nearest number, ties to even.
+
+    The scale of a block is the smallest power of two by which no magnitude exceeds 6, as in OpenAI's triton_kernels. If
+    all numbers of a block are in MXFP4 exactly, the scale is the largest by which they are. So a block that was read
+    from MXFP4 gets its own codes and scale again, if one of its magnitudes is 0.5 or 1.5 times its scale, as nearly all
+    have; the others get its numbers. A block of zeros gets the scale 2**-127.
+
+    Raises:
+        ValueError: the weight holds infinities or NaN, or its rows cannot be cut into blocks of 32.
+    """
+    *rows, width = weight.shape
+    if width % (2 * PAIRS):
+        raise ValueError(f"Rows of {width} weights cannot be stored in MXFP4, whose blocks have {2 * PAIRS}.")
+    blocks = weight.reshape(-1, 2 * PAIRS)
+    codes, scales = np.empty((len(blocks), PAIRS), np.uint8), np.empty(len(blocks), np.uint8)
+    for start in range(0, len(blocks), 16 * BLOCK):  # pieces that stay in a core's cache
+        piece = slice(start, start + 16 * BLOCK)
+        codes[piece], scales[piece] = _mxfp4_blocks(blocks[piece].astype(np.float32))
+    return codes.reshape(*rows, -1, PAIRS), scales.reshape(*rows, -1)
+
+
+def _mxfp4_blocks(
+    blocks: Float32[np.ndarray, "blocks 32"],
+) -> tuple[UInt8[np.ndarray, "blocks 16"], UInt8[np.ndarray, " blocks"]]:
+    largest = np.abs(blocks).max(axis=1)
+    if not np.isfinite(largest).all():
+        raise ValueError("The weight holds infinities or NaN, which MXFP4 cannot hold.")
+    fraction, exponent = np.frexp(largest / np.float32(6))
+    exponent = np.clip(exponent - (fraction == 0.5), -126, 127)  # the smallest power of two that is not below
+    scaled = np.abs(blocks) * np.ldexp(np.float32(1), -exponent)[:, None]
+    bits = scaled.view(np.uint32)  # from 1 on a code has the exponent's last bits and the first bit of the fraction
+    above = (bits + (0x1FFFFF + (bits >> 22 & 1)) >> 22) - 2 * 126
+    codes = np.where(scaled < 1, np.rint(2 * scaled).astype(np.uint32), above).astype(np.uint8)
+    exact = (E2M1[codes] == scaled).all(axis=1) & (largest > 0)
+    # Half of a number and twice the scale are the same. 0.5 and 1.5, codes 1 and 3, have no half.
+    halves = np.array([0, 0, 1, 0, 2, 3, 4, 5], np.uint8)
+    while (exact := exact & (exponent < 127) & ~((codes == 1) | (codes == 3)).any(axis=1)).any():
+        codes[exact] = halves[codes[exact]]
+        exponent = exponent + exact
+    codes |= np.signbit(blocks).astype(np.uint8) << 3
+    return codes[:, ::2] | codes[:, 1::2] << 4, np.where(largest > 0, exponent + 127, 0).astype(np.uint8)
 
 
 def block_scales(scales: UInt[np.ndarray, "out blocks"], columns: int) -> Shaped[np.ndarray, "..."]:

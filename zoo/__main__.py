@@ -79,6 +79,7 @@ def merge(
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")],
     adapter: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="ADAPTER")],
     out: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="OUT")],
+    mxfp4: bool = False,
 ) -> None:
     """Merge an adapter into a model's weights, and write the result in the Hub's layout and the model's dtype.
 
@@ -86,11 +87,12 @@ def merge(
         source: the model that the adapter was trained on: a zoo name, a Hub repository org/name, or a folder.
         adapter: a folder in PEFT's layout, such as a training run with --lora.rank writes.
         out: the folder to write.
+        mxfp4: write gpt-oss's experts in MXFP4, as it is released.
     """
     opened = Source.open(source)
     for warning in peft.warnings_of(adapter, quantize=None, weights=zoo.fingerprint(opened)):
         print(warning)
-    zoo.save(lora.merge(peft.load(zoo.load(opened), adapter)), out)
+    zoo.save(lora.merge(peft.load(zoo.load(opened), adapter)), out, mxfp4=mxfp4)
     if template := peft.template_of(adapter):
         shutil.copy(template, out)
     print(f'Merged; zoo.load("{out}") and transformers read it.')

@@ -140,7 +140,7 @@ def init(
     return jax.jit(make, out_shardings=shardings(skeleton, family.partition_rules, mesh))(key)
 
 
-def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = False) -> None:
+def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = False, mxfp4: bool = False) -> None:
     """Write the Hub layout: config.json, safetensors (in shards from 5 GB on), and the source's tokenizer files.
 
     transformers and `load` read the result back bit-equal. Weights are stored as plain floats, even if they were loaded
@@ -157,13 +157,15 @@ def save(model: AbstractModel, folder: str | os.PathLike[str], *, fp8: bool = Fa
         model: from `load`, or trained.
         folder: where to write; it is made if it is missing.
         fp8: store matrices in 8 bits, with a float32 scale for each block of 128 x 128.
+        mxfp4: store gpt-oss's experts in 4 bits, with a power of two as the scale of each 32 weights, as it is
+            released. Weights that were read from MXFP4 and not changed keep their numbers.
 
     Raises:
         ValueError: the folder cannot hold a part of the model, such as an adapter, or a module of another class than
             the family's, which `load` would replace by the original; the message names the part.
     """
     family = registry.family_of(model)
-    tensors = checkpoint.export(model, family, fp8=fp8)
+    tensors = checkpoint.export(model, family, fp8=fp8, mxfp4=mxfp4)
     hub = write_config(model.config, family, jax.tree.leaves(model)[0].dtype)
     if quantization := checkpoint.FP8 if fp8 else checkpoint.kept_config(model, tensors):
         hub["quantization_config"] = quantization

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from convert.formats import unpack
-from convert.packed import Fp8Blocks, Mxfp4, quantize_blocks
+from convert.packed import Fp8Blocks, Mxfp4, quantize_blocks, quantize_mxfp4
 from convert.tensors import open_tensors, save_tensors
 
 
@@ -381,6 +381,45 @@ def test_what_is_not_finite_is_refused(value):
     weight[150, 299] = value
     with pytest.raises(ValueError, match="infinities or NaN"):
         quantize_blocks(weight)
+
+
+def test_mxfp4_quantised_by_hand():
+    """Ties go to the even code; the scale is the smallest by which nothing exceeds 6."""
+    weight = np.zeros((1, 96), np.float32)
+    weight[0, :8] = [6.1, -0.25, 2.5, 3.5, 1.5, -7, 5, -0.0]  # the scale is 2: 3.05, -0.125, 1.25, 1.75, ...
+    weight[0, 32:37] = [5.1, 0.25, 0.75, 2.5, 3.5]  # the scale is 1
+    blocks, scales = quantize_mxfp4(weight)
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(3, 32)
+    assert scales.tolist() == [[128, 127, 0]]
+    assert codes[0, :8].tolist() == [5, 8, 2, 4, 2, 8 + 6, 4, 8]
+    assert codes[1, :5].tolist() == [7, 0, 2, 4, 6] and not codes[2].any()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_mxfp4_and_back(tmp_path, dtype):
+    """No number is further off than half a gap, and what MXFP4 holds comes back bit by bit, whatever its scales."""
+    rng = np.random.default_rng(0)
+    weight = (rng.normal(size=(2, 40, 96)) * np.exp2(rng.uniform(-20, 3, (2, 40, 1)))).astype(dtype)
+    blocks, scales = quantize_mxfp4(weight)
+    back = mxfp4(tmp_path, blocks, scales).part((), F32).swapaxes(1, 2).reshape(2, 40, 3, 32)
+    near = weight.astype(np.float32).reshape(back.shape)
+    largest = np.abs(near).max(axis=-1, keepdims=True)
+    assert (np.abs(back - near) <= np.maximum(np.abs(near) / 4, largest / 12) * (1 + 1e-6)).all()
+    codes = rng.integers(0, 256, (2, 64, 6, 16), dtype=np.uint8)
+    scales = rng.integers(1, 252, codes.shape[:3], dtype=np.uint8)
+    numbers = mxfp4(tmp_path, codes, scales).part((), dtype).swapaxes(1, 2)
+    again = quantize_mxfp4(numbers)
+    np.testing.assert_array_equal(again[0], codes)
+    np.testing.assert_array_equal(again[1], scales)
+
+
+@pytest.mark.parametrize(
+    "weight, message",
+    [(np.full((1, 32), np.inf, F32), "infinities or NaN"), (np.ones((1, 48), F32), "Rows of 48 weights cannot be")],
+)
+def test_what_mxfp4_cannot_hold(weight, message):
+    with pytest.raises(ValueError, match=message):
+        quantize_mxfp4(weight)
 
 
 # --------------------------------------------------------------------------------------------------------- transformers

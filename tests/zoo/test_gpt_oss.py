@@ -22,6 +22,7 @@ from zoo.quantized import coded, quantize
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+SUFFIXES = "blocks", "scales"
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 
 
@@ -109,6 +110,45 @@ def test_saving_writes_16_bits(checkpoint, tmp_path):
         assert ours[name].dtype == BF16 and ours[name].view().tobytes() == theirs[name].view().tobytes()
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     assert zoo.config(tmp_path) == zoo.config(packed)
+
+
+def test_mxfp4_is_written(checkpoint, tmp_path):
+    """Experts that did not change are written bit by bit; of a changed one nothing but its block changes."""
+    packed, *_ = checkpoint
+    model = on_host(zoo.load(packed))
+    zoo.save(model, tmp_path / "same", mxfp4=True)
+    theirs, ours = convert.tensors.open_tensors(packed), convert.tensors.open_tensors(tmp_path / "same")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].view().tobytes() == theirs[name].view().tobytes() for name in ours)
+    assert json.loads((tmp_path / "same" / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
+    weight = np.array(model.layers.period[1].mlp.experts.gate_up_proj.weight)  # [layers, experts, out, in]
+    weight[0, 2, 5, :32] = np.linspace(-0.55, 0.6, 32)
+    changed = eqx.tree_at(lambda m: m.layers.period[1].mlp.experts.gate_up_proj.weight, model, weight)
+    zoo.save(changed, tmp_path / "changed", mxfp4=True)
+    ours = convert.tensors.open_tensors(tmp_path / "changed")
+    blocks, scales = (ours[f"{EXPERTS}_{part}"].view() != theirs[f"{EXPERTS}_{part}"].view() for part in SUFFIXES)
+    assert blocks[2, 5, 0].any() and blocks.sum() == blocks[2, 5, 0].sum() and scales.sum() == scales[2, 5, 0]
+    assert ours[f"{EXPERTS}_scales"].view()[2, 5, 0] == 127 - 3  # 0.6 / 6 is at most 2**-3
+    with pytest.raises(ValueError, match="qwen3 has no layout with MXFP4"):
+        zoo.save(zoo.load(tiny.write(tmp_path / "qwen3", "qwen3")), tmp_path / "refused", mxfp4=True)
+
+
+@pytest.mark.live
+def test_transformers_reads_what_is_written(checkpoint, tmp_path):
+    """The experts of a fine-tuned model are those that transformers reads from its export in MXFP4."""
+    transformers = pytest.importorskip("transformers", reason="live parity needs transformers and torch")
+    _, plain, _ = checkpoint
+    model = zoo.load(plain, dtype="float32")
+    noise = np.random.RandomState(3).standard_normal(model.layers.period[1].mlp.experts.gate_up_proj.weight.shape)
+    tuned = eqx.tree_at(lambda m: m.layers.period[1].mlp.experts.gate_up_proj.weight, model, jnp.asarray(0.1 * noise))
+    zoo.save(on_host(tuned), tmp_path, mxfp4=True)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype="bfloat16", quantization_config=transformers.Mxfp4Config(dequantize=True)
+    )
+    theirs = loaded.get_parameter(EXPERTS).detach().float().numpy().swapaxes(1, 2)
+    ours = np.asarray(zoo.load(tmp_path).layers.period[1].mlp.experts.gate_up_proj.weight)[0]
+    np.testing.assert_array_equal(ours.astype(np.float32), theirs)
+    assert 0 < np.abs(theirs - 0.1 * noise[0]).max() < 0.1 * np.abs(noise).max() / 5
 
 
 @pytest.mark.live

@@ -98,6 +98,29 @@ def test_files(load, name, tmp_path):
     assert same(peft.load(load(name), tmp_path), adapted)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek3", "mixtral"])
+def test_files_per_expert(load, name, tmp_path):
+    """Each expert's maps have two tensors of their own, and are loaded bit by bit."""
+    adapted = trained(load(name))
+    peft.save(adapted, tmp_path, per_expert=True)
+    assert same(peft.load(load(name), tmp_path), adapted)
+    tensors = safetensors.numpy.load_file(tmp_path / peft.WEIGHTS)
+    config = json.loads((tmp_path / peft.CONFIG).read_text())
+    assert not any("experts.lora" in tensor or "base_layer" in tensor for tensor in tensors)
+    assert not config["target_parameters"] and not config["rank_pattern"]
+    if name == "qwen3_moe":
+        assert {"q_proj", "gate_proj", "up_proj", "down_proj"} < set(config["target_modules"])
+        up = adapted.layers.period[0].mlp.experts.up_proj
+        for letter, array in (("A", up.a), ("B", up.b)):
+            stored = tensors[f"base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_{letter}.weight"]
+            np.testing.assert_array_equal(stored, np.asarray(array)[0, 1])
+
+
+def test_no_names_per_expert(load, tmp_path):
+    with pytest.raises(ValueError, match=r"experts.* is one tensor for all experts in checkpoints of gpt_oss, so"):
+        peft.save(trained(load("gpt_oss")), tmp_path, per_expert=True)
+
+
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore")  # warnings of PEFT and transformers
 @CASES

@@ -272,6 +272,7 @@ FAMILY = Family(  # zoo/nn/model.py explains the fields
         "layers.*.experts.*.bias": "model.layers.{}.experts.{}_bias",
         "*": "model.{}",
     },
+    mxfp4=["layers.*.experts.*.weight"],
     implied={
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",

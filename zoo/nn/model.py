@@ -392,6 +392,9 @@ class Family:
     fp8_blocks: Collection[str] = ()
     """Patterns of the paths of parameters that releases store in blocks of 8 bits."""
 
+    mxfp4: Collection[str] = ()
+    """Patterns of the paths of parameters that releases store in MXFP4, with (out, in) as their last axes."""
+
     standard_form: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     """Brings a parsed config.json, of which there may be several forms, into the one that `Config` and `implied` speak
     of. Raises ValueError for what it can't."""

@@ -18,7 +18,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, TypeVar, get_args
 
 import equinox as eqx
@@ -31,7 +31,7 @@ import rich.progress
 from jax.sharding import Mesh, NamedSharding
 
 from convert.dequantize import PackedIntegers, int4_words
-from convert.packed import BLOCK, PAIRS, SCALES, Packed, block_scales, quantize_blocks, swapped
+from convert.packed import BLOCK, PAIRS, SCALES, Packed, block_scales, quantize_blocks, quantize_mxfp4, swapped
 from convert.tensors import Lazy, Tensor
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Float32, Linear
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
@@ -434,21 +434,24 @@ def equal(a: Stored, b: Stored) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(bits(a), bits(b))
 
 
-def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[str, Lazy]:
+def export(model: AbstractModel, family: Family, *, fp8: bool = False, mxfp4: bool = False) -> dict[str, Lazy]:
     """Invert `fill`: return tensor name -> (shape, dtype, function that returns it as numpy), in layer order.
 
     A weight in few bits that came from a checkpoint is stored as it was there, in two or three tensors.
 
     `fp8` stores the matrices in the family's `fp8_blocks` in 8 bits, with a scale for each block of 128 x 128. Experts
-    that otherwise are one tensor are then stored one by one, as in published checkpoints.
+    that otherwise are one tensor are then stored one by one, as in published checkpoints. `mxfp4` stores the experts in
+    the family's `mxfp4` in 4 bits.
 
     Raises:
         ValueError: if surgery has replaced a linear by a kind that the Hub layout cannot hold, if the model is not
-            what the family makes of its config, or if `fp8` is asked of a family without that layout or of a model with
-            weights that stay as they are stored.
+            what the family makes of its config, or if `fp8` or `mxfp4` is asked of a family without that layout, or
+            `fp8` of a model with weights that stay as they are stored.
     """
     if fp8 and not family.fp8_blocks:
         raise ValueError(f"{family.name} has no layout with fp8 blocks.")
+    if mxfp4 and not family.mxfp4:
+        raise ValueError(f"{family.name} has no layout with MXFP4.")
     check_unchanged(model, family)
     linears = dict(modules(model, QUANTIZED))
     if fp8 and linears:
@@ -460,8 +463,11 @@ def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[s
             for at in np.ndindex(parameter.names.shape):
                 out |= kept_tensors(parameter, at, family, linear)
             continue
-        blocks = fp8 and any(fnmatch.fnmatch(parameter.path, pattern) for pattern in family.fp8_blocks)
+        blocks = fp8 and matches(parameter.path, family.fp8_blocks)
         for at in np.ndindex(parameter.names.shape):
+            if mxfp4 and matches(parameter.path, family.mxfp4):
+                out |= mxfp4_tensors(parameter, at)
+                continue
             if not blocks:
                 get = functools.partial(stored, parameter, at)
                 out[str(parameter.names[at])] = (parameter.stored_shape, np.dtype(parameter.array.dtype), get)
@@ -471,6 +477,22 @@ def export(model: AbstractModel, family: Family, *, fp8: bool = False) -> dict[s
                 out[name] = (shape, np.dtype(ml_dtypes.float8_e4m3fn), lambda get=get: quantize_blocks(get())[0])
                 out[f"{name}_scale_inv"] = (scales, np.dtype(np.float32), lambda get=get: quantize_blocks(get())[1])
     return {published_name(name, model, family): tensor for name, tensor in out.items()}
+
+
+def matches(path: str, patterns: Collection[str]) -> bool:
+    """Whether a path matches one of the patterns."""
+    return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
+
+
+def mxfp4_tensors(parameter: Parameter, at: tuple[int, ...]) -> dict[str, Lazy]:
+    """Return the two tensors in MXFP4 of `array[at]` of a parameter."""
+    parameter = dataclasses.replace(parameter, transposed=False)
+    name, (*rows, columns), byte = str(parameter.names[at]), parameter.stored_shape, np.dtype(np.uint8)
+    blocks, get = (*rows, columns // (2 * PAIRS)), functools.partial(stored, parameter, at)
+    return {
+        f"{name}_blocks": ((*blocks, PAIRS), byte, lambda: quantize_mxfp4(get())[0]),
+        f"{name}_scales": (blocks, byte, lambda: quantize_mxfp4(get())[1]),
+    }
 
 
 def kept_tensors(
@@ -530,7 +552,7 @@ def kept_config(model: AbstractModel, tensors: Mapping[str, Lazy]) -> dict[str, 
     floats = [n for n in names if len(tensors[f"{n}.weight"][0]) == 2 and f"{n}.weight_scale_inv" not in tensors]
     if "fp8_blocks" in formats:
         return FP8 | dict(modules_to_not_convert=floats)
-    if "mxfp4" in formats:
+    if any(name.endswith("_blocks") for name in tensors):
         return dict(quant_method="mxfp4", modules_to_not_convert=floats)
     if "int4" not in formats:
         return None

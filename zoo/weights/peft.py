@@ -6,12 +6,14 @@
 A linear map has the tensors lora_A (rank, in) and lora_B (out, rank). transformers keeps the experts of a layer as two
 parameters of one module, gate_up_proj and down_proj. For each parameter PEFT (`target_parameters`) has one pair of
 tensors for all experts: (experts * rank, in) and (out, rank * experts). If a family keeps gate and up as two maps,
-their two adapters become one of twice the rank: see `fused`.
+their two adapters become one of twice the rank: see `fused`. With `save(..., per_expert=True)` each expert's maps have
+adapters of their own instead, named as in checkpoints with a tensor for each expert, which vLLM reads.
 
 The weights of a head are trained with the adapters, and stored whole (`modules_to_save`).
 """
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -36,7 +38,7 @@ from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.model import AbstractModel, Family, has_vision
 from zoo.registry import EMBEDDED, REPOSITORIES, family_of
 from zoo.surgery import modules, path_name, shardings, with_head
-from zoo.weights.checkpoint import parameters, published_name, skeleton
+from zoo.weights.checkpoint import match_wildcards, parameters, published_name, skeleton
 from zoo.weights.gather import gathered, write_once
 from zoo.weights.reading import Scan
 
@@ -82,6 +84,7 @@ def save(
     *,
     base: str = "",
     over: Mapping[str, str | None] | None = None,
+    per_expert: bool = False,
 ) -> None:
     """Write a model's adapters, and the weights of its head. If several processes hold the model, all must call this.
 
@@ -94,10 +97,13 @@ def save(
             its repository, so that PEFT finds the model.
         over: describes the weights that the adapters were trained over, with the keys OVER. Written to base.json, for
             `warnings_of`.
+        per_expert: write a pair of tensors for each map of each expert, such as experts.0.gate_proj, as vLLM reads
+            them. `load` does, too; PEFT does not, since transformers has no such modules.
 
     Raises:
         ValueError: the model has no adapters, adapters of different ranks or scales, or one for a module that
-            transformers does not have; or its head has linear maps of sentence-transformers.
+            transformers does not have; its head has linear maps of sentence-transformers; or `per_expert` is asked of
+            a family whose checkpoints have one tensor for all experts of a layer.
     """
     family, names = family_of(model), module_names(model)
     adapters = dict(modules(model, ADAPTERS))
@@ -108,7 +114,8 @@ def save(
         raise ValueError(f"{homeless[0]} has an adapter, but transformers has no such module.")
     ((rank, scale),) = kinds
     linears = {path: m for path, m in adapters.items() if isinstance(m, LoRALinear)}
-    experts = _by_parameter({path: names[path] for path in adapters if path not in linears}, family)
+    of_experts = {path: names[path] for path in adapters if path not in linears}
+    experts = {} if per_expert else _by_parameter(of_experts, family)
     tensors: dict[str, convert.tensors.Lazy] = {}
     pair_of, swapped = _reader(adapters), family.experts_swapped_in_peft
     for path, m in linears.items():
@@ -117,18 +124,26 @@ def save(
     for module, of_module in experts.items():
         for parameter, parts in of_module.items():
             tensors |= _fused_lazy(wrapper(module, parameter, set(of_module)), parts, adapters, pair_of, swapped)
+    if per_expert:
+        _check_one_by_one(of_experts, family)
+        for path, of_layers in of_experts.items():
+            for at, name in np.ndenumerate(of_layers):
+                tensors |= _each_lazy(name, adapters[path], functools.partial(pair_of, path, at))
     whole = _of_head(model)
     tensors |= {OWN.format(name): tensor for name, tensor in whole.items()}
-    of_experts = [(f"experts.{p}", len(parts)) for of_module in experts.values() for p, parts in of_module.items()]
-    several = sorted({parameter for parameter, count in of_experts if count > 1})
+    wrapped = [(f"experts.{p}", len(parts)) for of_module in experts.values() for p, parts in of_module.items()]
+    several = sorted({parameter for parameter, count in wrapped if count > 1})
     target_modules, target_parameters = _targets(model, names, adapters.keys())
+    if per_expert:
+        target_modules = {name.rpartition(".")[2] for path in adapters for name in names[path].flat}
+        target_parameters = set()
     config = {
         "peft_type": "LORA", "task_type": TASKS[model.head and model.head.kind],
         "base_model_name_or_path": base_name(base),
         "revision": (over or {}).get("revision"), "r": rank,
         "lora_alpha": scale * rank, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         "target_modules": sorted(target_modules),
-        "target_parameters": sorted(target_parameters | {parameter for parameter, _ in of_experts}) or None,
+        "target_parameters": sorted(target_parameters | {parameter for parameter, _ in wrapped}) or None,
         "rank_pattern": {name: 2 * rank for name in several},
         "alpha_pattern": {name: 2 * scale * rank for name in several},
         "fan_in_fan_out": fan_in_fan_out(model),
@@ -184,6 +199,31 @@ def _lazy(
     dtype = np.dtype(np.float32)
     of_a: convert.tensors.Lazy = a, dtype, lambda: pair().a
     return {TENSOR.format(name, "A"): of_a, TENSOR.format(name, "B"): (b, dtype, lambda: pair().b)}
+
+
+def _check_one_by_one(experts: Mapping[str, np.ndarray], family: Family) -> None:
+    """Raise ValueError unless checkpoints have a tensor for each expert of these maps."""
+    for path, names in experts.items():
+        matched = (
+            name for pattern, name in family.checkpoint_names.items() if match_wildcards(pattern, f"{path}.weight")
+        )
+        if "{expert}" not in next(matched):
+            raise ValueError(
+                f"{names.flat[0]} is one tensor for all experts in checkpoints of {family.name}, so there are no names "
+                "of single ones: save the adapter without per_expert."
+            )
+
+
+def _each_lazy(name: str, adapter: LoRAExpertLinear, pair: Callable[[], Pair]) -> dict[str, convert.tensors.Lazy]:
+    """Return the two tensors of each expert of a map, whose name has no number of an expert."""
+
+    def of(expert: int) -> Pair:
+        a, b, scale = pair()
+        return Pair(a[expert], b[expert], scale)
+
+    (start, _, end), shapes = name.rpartition("."), (adapter.a.shape[-2:], adapter.b.shape[-2:])
+    each = (_lazy(f"{start}.{n}.{end}", *shapes, functools.partial(of, n)) for n in range(adapter.a.shape[-3]))
+    return dict(itertools.chain.from_iterable(tensors.items() for tensors in each))
 
 
 def _fused_lazy(
