@@ -144,6 +144,18 @@ def test_chunks_of_prompts_are_shared(load, name):
     assert_all_free(sharing)
 
 
+def test_prompts_that_come_together_read_a_chunk_once(load):
+    """Prompts that begin alike wait for the one that reads the chunk."""
+    options = dict(stops=NEVER, chunk=8)
+    plain, sharing = (Engine(load("qwen3"), **SHAPE, **options, prefixes=shared) for shared in (False, True))
+    text = tiny.TOKENS[0, :16].tolist()
+    prompts = [text + TURN[:n] for n in (1, 2, 3)] + [text[:8] + TURN, TURN]
+    got, expected = ([engine.submit(prompt, FEW)[0] for prompt in prompts] for engine in (sharing, plain))
+    for ours, theirs in zip(drawn(sharing, *got), drawn(plain, *expected), strict=True):
+        assert_same(ours, theirs)
+    assert sharing.tokens_read == 16 + 1 + 2 + 3 + 5 + 5 and sharing.tokens_found == 16 + 16 + 8
+
+
 @pytest.mark.parametrize("name", ["qwen3-window-head", slow("qwen3_next")])
 def test_prompts_are_read_beside_rows_that_draw(load, name, monkeypatch):
     """A row draws in every step, while long prompts are read in chunks; each gets the tokens that it gets alone."""

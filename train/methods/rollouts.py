@@ -74,7 +74,7 @@ class RolloutOptions(OptionGroup):
     one_step_off: bool = option(False, rare=True)
     """Sample for the next step beside the update of this one, so that tools and rewards do not keep the devices
     waiting. Completions of all steps but the first are then drawn with the weights before the last step."""
-    sampling_mesh: str = option("", group=Group.DEVICES, rare=True, identity=False)
+    sampling_mesh: str | None = option(None, group=Group.DEVICES, rare=True, identity=False)
     """Mesh of the devices that sample with --one-step-off, such as fsdp=4: the last ones of all, and --mesh has the
     others. Empty: the devices of --mesh sample, too."""
     exact_rollouts: bool = option(False, rare=True)

@@ -77,7 +77,7 @@ class Options(OptionGroup):
     """Number of replies in a conversation, as in train.grpo with an --environment."""
     one_step_off: bool = option(False, group=Group.METHOD, rare=True)
     """Sample beside an update, as in train.grpo: a device needs the memory of both at once."""
-    sampling_mesh: str = option("", group=Group.METHOD, rare=True)
+    sampling_mesh: str | None = option(None, group=Group.METHOD, rare=True)
     """Mesh of other devices to sample on, as in train.grpo with --one-step-off; --mesh is of the rest of them."""
     rollout_batch: int = option(64, group=Group.METHOD, rare=True)
     """Number of completions that are sampled at a time, each with a cache, as in train.grpo."""

@@ -29,8 +29,8 @@ from zoo.weights.checkpoint import skeleton
 T = TypeVar("T")
 
 
-def meshes(mesh: str, sampling: str, devices: Sequence[Any] | None = None) -> tuple[Mesh, Mesh]:
-    """Makes the mesh of the updates, and that of sampling: other devices, the last ones, or with "" the same mesh.
+def meshes(mesh: str, sampling: str | None, devices: Sequence[Any] | None = None) -> tuple[Mesh, Mesh]:
+    """Makes the mesh of the updates, and that of sampling: other devices, the last ones; None: the same mesh.
 
     Raises:
         ValueError: a mesh does not fit its devices, or that of sampling leaves its size open or takes all devices.

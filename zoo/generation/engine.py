@@ -496,20 +496,39 @@ class Engine:
             count = self._read(left)
 
     def _admit(self) -> None:
-        """Gives free rows to sequences of the queue, as many as there is memory for."""
+        """Gives free rows to sequences of the queue, as many as there is memory for.
+
+        A prompt waits for a chunk that a row is reading for another one.
+        """
         turns = self._turns(self._rows.count(None))
         starts = ((s, s.length if s.draws else s.read) for s in self._rows if s)
         wanted = (self._wanted(s.table, start, self._end_of_step(s)) for s, start in starts)
         promised = sum(wanted, np.zeros_like(self._pool.most))
+        reading = self._being_read()
         for prompt, most in turns.items():
+            if self._next_chunk(prompt) in reading:
+                continue
             count = next((n for n in range(most) if not self._fits(prompt, n, promised)), most)
             found = self._find(prompt)
             # One sample reads the prompt for all, unless all of it has been read.
             whole = found is not None and found.length == len(prompt.tokens)
             self._begin(prompt, found, count if whole else min(count, 1))
+            reading.update(prompt.keys)
             if count < most:
                 break
         self._clear_queue()
+
+    def _next_chunk(self, prompt: _Prompt) -> bytes | None:
+        """Returns the key of the first chunk of a prompt that has to be read; None: it has none, or is its own."""
+        found = self._find(prompt)
+        length = found.length if found else 0
+        return next((key for key, end in zip(prompt.keys, prompt.ends, strict=False) if end > length), None)
+
+    def _being_read(self) -> set[bytes]:
+        """Returns the keys of the chunks that rows are about to read."""
+        reading = [s for s in self._rows if s and not s.draws and s.in_chunks]
+        pairs = ((s, *each) for s in reading for each in zip(s.prompt.keys, s.prompt.ends, strict=False))
+        return {key for s, key, end in pairs if end > s.read}
 
     def _fits(self, prompt: _Prompt, others: int, promised: Int[np.ndarray, " windows"]) -> bool:
         """Whether there are pages for one more sample of a prompt beside `others`, with which it shares the prompt.
