@@ -76,7 +76,7 @@ class RolloutOptions(OptionGroup):
     waiting. Completions of all steps but the first are then drawn with the weights before the last step."""
     sampling_mesh: str | None = option(None, group=Group.DEVICES, rare=True, identity=False)
     """Mesh of the devices that sample with --one-step-off, such as fsdp=4: the last ones of all, and --mesh has the
-    others. Empty: the devices of --mesh sample, too."""
+    others. By default the devices of --mesh sample, too."""
     exact_rollouts: bool = option(False, rare=True)
     """Compute the log-probabilities that ratios compare with by the trainer's own program before the first update of a
     step, instead of taking the sampler's, which differ by rounding. It costs one forward pass."""
