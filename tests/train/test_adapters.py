@@ -134,7 +134,7 @@ def test_what_an_adapter_was_trained_over(base, tuned, rounded, tmp_path, monkey
     assert over == {"revision": None, "weights": zoo.fingerprint(base / "model"), "quantize": "int8"}
     assert not peft.warnings_of(rounded[0] / "adapter", quantize="int8")
     monkeypatch.setattr(lora, "merge", lambda model: model)
-    monkeypatch.setattr(zoo, "save", lambda *_: None)
+    monkeypatch.setattr(zoo, "save", lambda *_, **__: None)
     zoo.__main__.merge(str(base / "model"), rounded[0] / "adapter", tmp_path)
     said = capsys.readouterr().out
     assert "trained over weights quantised to int8; these are not quantised" in said and "other weights" not in said
