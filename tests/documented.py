@@ -75,6 +75,7 @@ ELSEWHERE = {
     "python -m train.sft --eval-tasks my_tasks/": "tests/train/test_tasks.py runs it where lm-eval is installed",
     "python -m train.sft --tracker": "tests/train/test_watch.py runs it, with packages that stand in for the trackers'",
     "python -m train.distill --teacher math=": "tests/train/test_on_policy.py has several teachers",
+    "python -m zoo merge gpt-oss-20b": "tests/zoo/test_gpt_oss.py saves one in MXFP4",
     "python -m train.plan": "it needs the compilers' wheels; tests/train/test_plan.py",
 }
 LONG = ("python -m train.sft", "python -m train.dpo", "python -m train.reward")  # transcripts of these take minutes
