@@ -42,11 +42,6 @@ RECIPES = {
         "python -m train.sft --model runs/drawings/model --data runs/drawings/data --vision --seq-len 80 --packing off"
         " --batch 32 --steps 1400 --lr 4e-3 --weight-decay 0.05 --compute-dtype float32 --out runs/vision",
     ],
-    "embeddings": [
-        "python -m train.tiny.pairs pairs-of-python.jsonl",
-        "python -m train.embed --data pairs-of-python.jsonl --seq-len 256 --batch 32 --epochs 3 --lr 2e-3"
-        " --hold-out 0.07 --out runs/embeddings",
-    ],
     "distillation": [
         "python -m train.sft --out runs/chat-model",
         "python -m train.distill --teacher runs/chat-model/model --steps 60 --lr 1e-3 --hold-out 0.1 --eval-every 10"
