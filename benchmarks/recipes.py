@@ -15,6 +15,7 @@ import tempfile
 import rich
 
 from benchmarks.gpu import matches
+from tests.zoo.browser import COMMAND
 
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
@@ -61,7 +62,8 @@ EIGHT = ("long-context", "pod")  # on eight devices that the CPU stands in for
 
 def main(*names: str) -> None:
     """Runs recipes whose names one of these patterns matches, or all."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    if COMMAND is None:
+        raise SystemExit("The pictures need Chromium, and there is none in the PATH.")
     with tempfile.TemporaryDirectory() as folder:
         here = pathlib.Path(folder)
         (here / "corpus").mkdir()
@@ -76,7 +78,7 @@ def main(*names: str) -> None:
             picture = DOCS / "recipes" / f"{name}.png"
             page = (here / "runs" / name / "report.html").as_uri()
             flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={SIZE}")
-            subprocess.run([browser, *flags, f"--screenshot={picture}", page], check=True, capture_output=True)
+            subprocess.run([COMMAND, *flags, f"--screenshot={picture}", page], check=True, capture_output=True)
             rich.print(f"Written to {picture}.")
 
 

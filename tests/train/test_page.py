@@ -2,18 +2,17 @@
 
 import json
 import re
-import shutil
 import subprocess
 import urllib.parse
 
 import pytest
 
 from tests.train.conftest import command
+from tests.zoo.browser import COMMAND
 from train.watch import page
 from train.watch.metrics import MetricsFile
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 # Simulates a hand that drags over the first chart, from a quarter of it to the half.
 DRAG = """<script>
 SVGElement.prototype.setPointerCapture = () => {};  // there is no pointer
@@ -116,7 +115,7 @@ def test_a_long_run_is_thinned(tmp_path):
     assert curve["values"][curve["steps"].index(33_333)] == 100.0 and min(curve["values"]) == 1.0
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome on PATH")
+@pytest.mark.skipif(COMMAND is None, reason="no chromium or chrome on PATH")
 def test_in_a_browser(tmp_path):
     """The page's script runs to the end, draws each curve, writes samples as text, and zooms as its address says."""
     run = write_run(tmp_path / "seen", norms=True)
@@ -125,7 +124,7 @@ def test_in_a_browser(tmp_path):
     def dom(path=run / page.REPORT, **view):
         address = path.as_uri() + "#" + urllib.parse.quote(json.dumps(view))
         flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
-        return subprocess.run([BROWSER, *flags, address], capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run([COMMAND, *flags, address], capture_output=True, text=True, timeout=60).stdout
 
     whole = dom()
     assert "<title>seen</title>" in whole and f'data-drawn="{whole.count("<svg")}"' in whole
