@@ -334,7 +334,7 @@ def test_any_mix_of_requests(count, kind):
     begin = random.randint(64, size=20).tolist()  # which many prompts share
 
     def submit():
-        n, done = len(ours), [c for c, *_ in ours if c.finished and len(c.prompt) < 30]
+        n, done = len(ours), [c for c, *_ in ours if c.finished and len(c.prompt) + len(c.tokens) <= 30]  # of 48
         after = done[random.randint(len(done))] if done and random.rand() < 0.5 else None
         prompt = random.randint(64, size=random.randint(after is None, 6)).tolist()
         if after is None:
