@@ -24,9 +24,23 @@ def keep_programs() -> None:
     if jax.config.jax_compilation_cache_dir:
         return
     home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(home / "equinox-zoo" / f"jax-{_key()}"))
+    folder = home / "equinox-zoo" / f"jax-{_key()}"
+    _complete(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     if jax.config.jax_compilation_cache_max_size < 0:
         jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+
+
+def _complete(folder: pathlib.Path) -> None:
+    """Gives each program that has no time of its last use the oldest one.
+
+    JAX writes that time to a file of its own, behind the program. If a process is killed between the two, jax 0.10
+    keeps no further program in the folder.
+    """
+    for program in folder.glob("*-cache"):
+        used = program.with_name(program.name.removesuffix("-cache") + "-atime")
+        if not used.exists():
+            used.write_bytes(bytes(8))
 
 
 def _key() -> str:

@@ -1,7 +1,10 @@
 """The cache of compiled programs that commands keep: its folder, its size, and the user's own choice."""
 
+import pathlib
+
 import jax
 import pytest
+from jax._src.lru_cache import LRUCache
 
 from kernels.backends import program_cache
 
@@ -41,3 +44,15 @@ def test_the_users_choice_wins(settings):
     settings |= {"jax_compilation_cache_dir": None, "jax_compilation_cache_max_size": 1000}
     program_cache.keep_programs()
     assert settings["jax_compilation_cache_max_size"] == 1000
+
+
+def test_a_process_was_killed_while_it_kept_a_program(settings):
+    program_cache.keep_programs()
+    folder = pathlib.Path(settings["jax_compilation_cache_dir"])
+    folder.mkdir(parents=True)
+    (folder / "first-cache").write_bytes(b"program")  # and nothing about its last use
+    settings["jax_compilation_cache_dir"] = None
+    program_cache.keep_programs()
+    cache = LRUCache(str(folder), max_size=10)
+    cache.put("second", b"another")  # beside which the first has no room
+    assert cache.get("first") is None and cache.get("second") == b"another"
