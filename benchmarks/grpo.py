@@ -17,6 +17,7 @@ from benchmarks.common import Contestant, alternate, import_transformers, ratios
 
 
 LEARNING_RATE = 1e-5
+INSTRUCTION = "Use a tool where it helps: its name, and its arguments by name. "  # many of them are as a list of tools
 QUESTIONS = ("Return the sum of two numbers.", "Name a month.", "What is a list?", "Write a loop.", "Read a file.")
 
 
@@ -44,7 +45,12 @@ def write_model(folder: str) -> Callable[[], None]:
     return lambda: None
 
 
-def zoo_step(folder: str, prompts: int, group: int, new: int) -> Callable[[], float]:
+def prompts_of(prompts: int, instructions: int) -> list[str]:
+    """Returns the prompts: questions behind so many instructions."""
+    return [INSTRUCTION * instructions + QUESTIONS[n % len(QUESTIONS)] for n in range(prompts)]
+
+
+def zoo_step(folder: str, prompts: int, group: int, new: int, instructions: int) -> Callable[[], float]:
     import jax
     import jax.numpy as jnp
 
@@ -69,7 +75,7 @@ def zoo_step(folder: str, prompts: int, group: int, new: int) -> Callable[[], fl
     )  # fmt: skip
     state = init_state(model, optimizer)
     update = jit_train_step(state, recipe)
-    asked = [Prompt(tokenizer.encode(QUESTIONS[n % len(QUESTIONS)]), {}) for n in range(prompts)]
+    asked = [Prompt(tokenizer.encode(prompt), {}) for prompt in prompts_of(prompts, instructions)]
     n = 0
 
     def step() -> float:
@@ -87,7 +93,7 @@ def zoo_step(folder: str, prompts: int, group: int, new: int) -> Callable[[], fl
     return step
 
 
-def trl_step(folder: str, prompts: int, group: int, new: int) -> Callable[[], float]:
+def trl_step(folder: str, prompts: int, group: int, new: int, instructions: int) -> Callable[[], float]:
     transformers = import_transformers()
     import datasets  # pyright: ignore[reportMissingImports]  # not everywhere
     import trl  # pyright: ignore[reportMissingImports]  # not everywhere
@@ -113,7 +119,7 @@ def trl_step(folder: str, prompts: int, group: int, new: int) -> Callable[[], fl
         loss_type="dapo", logging_steps=10**6, report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False,
         save_strategy="no", disable_tqdm=True, shuffle_dataset=False,
     )  # fmt: skip
-    data = [{"prompt": QUESTIONS[n % len(QUESTIONS)]} for n in range(prompts)]
+    data = [{"prompt": prompt} for prompt in prompts_of(prompts, instructions)]
     trainer = trl.GRPOTrainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), processing_class=tokenizer,
         reward_funcs=lambda completions, **_: list(map(reward, completions)), args=arguments,
@@ -140,17 +146,20 @@ def trl_step(folder: str, prompts: int, group: int, new: int) -> Callable[[], fl
     return step
 
 
-def main(prompts: int = 8, group: int = 8, new: int = 64, rounds: int = 5, steps: int = 2) -> None:
+def main(
+    prompts: int = 8, group: int = 8, new: int = 64, instructions: int = 0, rounds: int = 5, steps: int = 2
+) -> None:
     """Measures completion tokens per second of whole steps.
 
     Args:
         prompts: prompts of a step.
         group: completions of a prompt.
         new: tokens of a completion.
+        instructions: sentences before each question, of 20 tokens each, such as a list of tools has.
         rounds: rounds in which both take turns.
         steps: steps in each turn.
     """
-    builds, sizes = {"zoo": zoo_step, "TRL": trl_step}, (prompts, group, new)
+    builds, sizes = {"zoo": zoo_step, "TRL": trl_step}, (prompts, group, new, instructions)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         with Contestant(write_model, folder):
             pass
@@ -168,7 +177,9 @@ def main(prompts: int = 8, group: int = 8, new: int = 64, rounds: int = 5, steps
             "CPU time of a step, s": [turn["cpu"] for turn in taken[name]],
             "peak memory, MB": [taken[name][-1]["peak"] / 1e6],
         }
-    settings = dict(model="tiny", prompts=prompts, group=group, new=new, rounds=rounds, steps=steps)
+    settings = dict(
+        model="tiny", prompts=prompts, group=group, new=new, instructions=instructions, rounds=rounds, steps=steps
+    )
     report("grpo", "cpu", settings, results)
 
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.mesh import BATCH, CONTEXT, TENSOR, free, split, splitting
-from kernels.tokens import Tokens, padding
+from kernels.tokens import Tokens, padding, refuse_branches
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)  # or the backward pass would keep its inputs in float32
@@ -29,8 +29,9 @@ def causal_conv(
     Returns the sums in the dtype of x, and the new tail: the last `width` - 1 inputs that are not padding.
 
     Raises:
-        ValueError: both a tail and segments are given: a tail belongs to one document.
+        ValueError: both a tail and segments are given: a tail belongs to one document. Or there are branches.
     """
+    refuse_branches(at)
     if tail is not None and at.segments is not None:
         raise ValueError("A tail is of one document a row: leave segments out where there is one, or the tail.")
     before, blank = weight.shape[1] - 1, padding(at, x.shape[:2])

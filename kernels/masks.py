@@ -17,7 +17,7 @@ from kernels.tokens import Tokens, given
 
 
 class Extent(NamedTuple):
-    """The smallest and the largest position, segment and span among the tokens of a block."""
+    """The smallest and the largest position, segment, span and branch among the tokens of a block."""
 
     least: Tokens
     most: Tokens
@@ -141,6 +141,19 @@ class Segments(Mask):
 
     def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
         return _overlap(*(given(x.segments) for x in (q.least, q.most, kv.least, kv.most)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Branches(Mask):
+    """A query sees the keys of branch 0, the trunk of its document, and those of its own branch."""
+
+    def visible(self, q: Tokens, kv: Tokens) -> Bool[Array, "..."]:
+        return (given(kv.branches) == 0) | (given(q.branches) == given(kv.branches))
+
+    def bounds(self, q: Extent, kv: Extent) -> tuple[Bound, Bound]:
+        q_least, q_most, kv_least, kv_most = (given(x.branches) for x in (q.least, q.most, kv.least, kv.most))
+        some, every = _overlap(q_least, q_most, kv_least, kv_most)
+        return some | (kv_least == 0), every | (kv_most == 0)
 
 
 @dataclasses.dataclass(frozen=True)

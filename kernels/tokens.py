@@ -23,12 +23,16 @@ class Tokens(NamedTuple):
     - `spans`: ids of tokens that see each other both ways, for masks with `Spans()`. None: there are none.
     - `rotary`: the coordinates for rotary embeddings, if they differ from the positions: [batch, seq], or [batch, seq,
       axes], as for the patches of an image. Kernels do not read them.
+    - `branches`: numbers of the branches into which a document parts. Its beginning is branch 0, the trunk, which all
+      of them see; they do not see each other. Each goes on from the trunk's positions, which have to be given. None:
+      documents are single lines.
     """
 
     positions: Int[Array, "..."] | None = None
     segments: Int[Array, "..."] | None = None
     spans: Int[Array, "..."] | None = None
     rotary: Int[Array, "..."] | None = None
+    branches: Int[Array, "..."] | None = None
 
     @property
     def in_order(self) -> bool:
@@ -51,11 +55,22 @@ def padding(at: Tokens, shape: tuple[int, ...]) -> Bool[Array, "batch seq"]:
 
 
 def begins(at: Tokens, shape: tuple[int, ...]) -> Bool[Array, "batch seq"]:
-    """Whether each of the tokens, [batch, seq], is the first of a document that follows another one in its row."""
+    """Whether each of the tokens, [batch, seq], is the first of a document that follows another one in its row.
+
+    Raises:
+        ValueError: documents have branches.
+    """
+    refuse_branches(at)
     if at.segments is None:
         return jnp.zeros(shape, bool)
     changes = at.segments[:, 1:] != at.segments[:, :-1]
     return jnp.pad(changes, ((0, 0), (1, 0))) & (at.segments != 0)
+
+
+def refuse_branches(at: Tokens) -> None:
+    """Raises a ValueError if documents have branches: a branch's first token does not follow the one before it."""
+    if at.branches is not None:
+        raise ValueError("Recurrent layers and convolutions read documents in one line: give every branch its trunk.")
 
 
 def first_of_document(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:

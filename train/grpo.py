@@ -173,7 +173,7 @@ def objective(
     are both) and, if `o.kl`, "kl".
     """
     mask = batch["loss_mask"]
-    of_texts: Any = dict(segments=batch["segments"], mask=mask, documents=TEXTS)
+    of_texts: Any = dict(segments=batch.get("branches", batch["segments"]), mask=mask, documents=TEXTS)
     (logps, entropy), reports = logprobs(acting(model, batch), batch, options=options)
     drawn, above = (logps, batch["old"], batch["advantages"], mask), options.epsilon_high or options.epsilon
     if options.level == "sequence":

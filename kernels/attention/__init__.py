@@ -35,13 +35,14 @@ def attention(
     """Averages, for each query, the values of the keys it sees, weighted by the softmax of `scale * q @ k`.
 
     Query heads share key/value heads in groups of `heads / kv_heads` neighbours. A query sees the keys that `mask` lets
-    it see, such as `Causal() & Window(1024)`, and, where there are segments, only those of its own segment.
+    it see, such as `Causal() & Window(1024)`, and, where there are segments or branches, only those of its own segment,
+    and of its own branch or the trunk.
 
     `v` may be a number n: then the values are the first n features of the keys, as in latent attention. `k` and `v` may
     be layers of a cache, `kernels.stacked.Stacked`.
 
-    `at` holds the positions, segments and spans of the queries, and `kv` those of the keys (None: the same tokens); see
-    `Tokens`. A query that sees no key yields zeros and gets zero gradients.
+    `at` holds the positions, segments, spans and branches of the queries, and `kv` those of the keys (None: the same
+    tokens); see `Tokens`. A query that sees no key yields zeros and gets zero gradients.
 
     `softcap` turns each logit x into `softcap * tanh(x / softcap)` (Gemma 2, arXiv:2408.00118). `sinks` are one more
     logit per head, which takes its share of the softmax and has no value (gpt-oss, arXiv:2508.10925).

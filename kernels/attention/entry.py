@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from kernels import dispatch
 from kernels.backends.device import device
-from kernels.masks import Chunk, Mask, Segments, Spans
+from kernels.masks import Branches, Chunk, Mask, Segments, Spans
 from kernels.mesh import split_attention
 from kernels.stacked import Stacked
 from kernels.tokens import Tokens, counted
@@ -64,20 +64,23 @@ def check(
 
 def cast(at: Tokens, length: int, mask: Mask) -> Tokens:
     """Casts the ids to int32 and fills in missing positions, as masks expect."""
-    segments, spans = (None if ids is None else ids.astype(jnp.int32) for ids in (at.segments, at.spans))
+    given = at.segments, at.spans, at.branches
+    segments, spans, branches = (None if ids is None else ids.astype(jnp.int32) for ids in given)
+    if at.positions is None and branches is not None:
+        raise ValueError("Branches of one document have the same positions: give them, too.")
     if at.positions is None and segments is not None and Chunk in mask:
         return Tokens(counted(segments), segments, spans)  # chunks, unlike windows, count from a document's start
     if at.positions is None:
         indices: Any = np.arange(length, dtype=np.int32)[None]  # numpy, by which Tokens.in_order recognises indices
         return Tokens(indices, segments, spans)
     # A slot never written has the largest int32 as its position: its distance to one below -1 would overflow.
-    return Tokens(jnp.maximum(at.positions.astype(jnp.int32), -1), segments, spans)
+    return Tokens(jnp.maximum(at.positions.astype(jnp.int32), -1), segments, spans, branches=branches)
 
 
 def complete(mask: Mask, q: Tokens, kv: Tokens) -> Mask:
-    """Adds `Segments()` to the mask if there are segments, and checks that mask and ids fit together."""
-    for name, ids, of_keys in (("segments", q.segments, kv.segments), ("spans", q.spans, kv.spans)):
-        if (ids is None) != (of_keys is None):
+    """Adds `Segments()` and `Branches()` to the mask if there are such ids, and checks that mask and ids agree."""
+    for name in ("segments", "spans", "branches"):
+        if (getattr(q, name) is None) != (getattr(kv, name) is None):
             raise ValueError(
                 f"{name.title()} of one side alone mean nothing: both `at` and `kv` have them, or neither."
             )
@@ -85,4 +88,6 @@ def complete(mask: Mask, q: Tokens, kv: Tokens) -> Mask:
         raise ValueError("Spans go with a mask that has Spans(), such as Causal() | Spans(): give both, or neither.")
     if q.segments is None and Segments in mask:
         raise ValueError("The mask has Segments(), and there are none: give Tokens(segments=...).")
-    return mask if q.segments is None or Segments in mask else mask & Segments()
+    if q.segments is not None and Segments not in mask:
+        mask &= Segments()
+    return mask if q.branches is None or Branches in mask else mask & Branches()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kernels
-from kernels.masks import And, Around, Causal, Chunk, Full, Mask, Or, Segments, Spans, Window
+from kernels.masks import And, Around, Branches, Causal, Chunk, Full, Mask, Or, Segments, Spans, Window
 from kernels.tokens import Tokens
 
 
@@ -28,11 +28,13 @@ def oracle(q, k, v, d_out, *, mask: Mask | None = None, softcap=None, sinks=None
             tokens.get(f"{side}_positions", np.arange(length)[None]),
             tokens.get(f"{side}_segments"),
             tokens.get(f"{side}_spans"),
+            branches=tokens.get(f"{side}_branches"),
         )
         for side, length in (("q", seq), ("kv", kv_seq))
     )
     mask = Causal() if mask is None else mask
     mask = mask & Segments() if "q_segments" in tokens else mask
+    mask = mask & Branches() if "q_branches" in tokens else mask
     row, column = (lambda x: x[:, :, None]), (lambda x: x[:, None, :])
     seen = sees(mask, jax.tree.map(row, q_tokens), jax.tree.map(column, kv_tokens))
     seen = np.broadcast_to(seen, (batch, seq, kv_seq))[:, None]
@@ -83,6 +85,8 @@ def sees(mask: Mask, q: Tokens, kv: Tokens) -> np.ndarray:
             return q.positions // size == kv.positions // size
         case Segments():
             return q.segments == kv.segments
+        case Branches():
+            return (kv.branches == 0) | (q.branches == kv.branches)
         case Spans():
             return (q.spans == kv.spans) & (q.spans >= 0)
     raise AssertionError(f"{mask} is not defined here.")
@@ -116,7 +120,7 @@ def _run(implementation, static, q, k, v, d_out, sinks, tokens):
 
 def stands(tokens, side):
     """Returns the tokens of one side, "q" or "kv", from arrays such as q_positions and kv_segments."""
-    return Tokens(*(tokens.get(f"{side}_{ids}") for ids in ("positions", "segments", "spans")))
+    return Tokens(**{ids: tokens.get(f"{side}_{ids}") for ids in ("positions", "segments", "spans", "branches")})
 
 
 def errors(actual, expected):
@@ -137,3 +141,17 @@ def packed(*rows):
     segments = [np.repeat([*range(1, len(lengths)), 0], lengths) for lengths in rows]
     positions = [np.concatenate([np.arange(n) for n in lengths]) for lengths in rows]
     return tokens(positions, positions, segments, segments)
+
+
+def parted(*rows):
+    """Returns tokens of rows of documents, each of a trunk and branches of these lengths. The last is padding."""
+    pieces = [[piece for document in row for piece in document] for row in rows]
+    segments = [np.repeat([*range(1, len(row)), 0], [sum(document) for document in row]) for row in rows]
+    branches = [
+        np.repeat([n for document in row for n in range(len(document))], lengths)
+        for row, lengths in zip(rows, pieces, strict=True)
+    ]
+    starts = lambda trunk, *rest: [np.arange(trunk), *(np.arange(trunk, trunk + n) for n in rest)]
+    positions = [np.concatenate([part for document in row for part in starts(*document)]) for row in rows]
+    ids = np.stack(branches).astype(np.int32)
+    return tokens(positions, positions, segments, segments) | dict(q_branches=ids, kv_branches=ids)

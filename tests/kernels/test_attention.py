@@ -14,7 +14,7 @@ import kernels
 from kernels import Causal, Chunk, Full, Spans, Tokens, sliding
 from kernels.masks import Segments
 from kernels.mesh import split_attention
-from tests.kernels.oracle import SCALE, arrays, errors, oracle, packed, run, tokens
+from tests.kernels.oracle import SCALE, arrays, errors, oracle, packed, parted, run, tokens
 
 
 IMPLEMENTATIONS = ["reference", "xla", "triton", "tpu"]  # the latter two are interpreted
@@ -40,6 +40,10 @@ CASES = {
         dict(mask=(Causal() & Chunk(48)) | Spans(), sinks=SINKS, q_spans=IMAGES, kv_spans=IMAGES),
     ),
     "packed": (dict(seq=200), dict(softcap=4.0, **packed([128, 1, 64, 7], [10, 150, 40]))),
+    "branches": (
+        dict(seq=260, kv_heads=4),
+        dict(mask=sliding(60), **parted([(140, 30, 1, 40), (9,), (10, 0, 20), (10,)], [(30, 80, 140), (10,)])),
+    ),
     "everything": (EVERYTHING[0], dict(**EVERYTHING[1], sinks=SINKS, **DOCUMENTS)),
 }
 # "packed" is for bfloat16. test_attention_tpu.py covers a TPU's chunks and images.

@@ -42,11 +42,15 @@ class Bigram(AbstractModel):
 
 
 def documents(batch):
-    """Yields the row of each document of a batch, and the document's part of each array."""
+    """Yields the row of each document of a batch, and the document's part of each array; of branches, each with the
+    trunk.
+    """
+    of_tokens = {name: a for name, a in batch.items() if name not in ("patches", "grids")}
     for row, segments in enumerate(np.asarray(batch["segments"])):
-        for n in range(1, segments.max() + 1):
-            of_tokens = {name: a for name, a in batch.items() if name not in ("patches", "grids")}
-            yield row, {name: a[row][segments == n] for name, a in of_tokens.items()}
+        numbers = np.asarray(batch.get("branches", batch["segments"]))[row]
+        for n in range(1, numbers.max() + 1):
+            here = (numbers == n) | (numbers == 0) & (segments == segments[numbers == n][0])
+            yield row, {name: a[row][here] for name, a in of_tokens.items()}
 
 
 def unspaced(text):

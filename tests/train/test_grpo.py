@@ -188,6 +188,33 @@ def test_packed_texts_are_learnt_as_unpacked_ones(folder, model):
     assert shared["segments"].max(axis=1).tolist().count(0) == 4 and alone["segments"].max() == 1
     assert shared["segments"].max(axis=1).sum() == 7 and (shared["segments"] != 0).sum() == 42 - 7
     assert shared["tokens"].shape == alone["tokens"].shape == (7, 16)
+    assert_learnt_alike(folder, model, shared, alone)
+
+
+def test_texts_share_their_beginnings(folder, model):
+    """Texts with one beginning are branches of one document, and are learnt as rows of their own."""
+    random = np.random.RandomState(0)
+    first, second = random.randint(0, 63, (2, 12)).tolist()
+
+    def text(begun, drawn):
+        ids, logprobs = random.randint(0, 63, drawn).tolist(), (-4 + 0.3 * random.randn(drawn)).tolist()
+        return Text(begun + ids, [*[None] * len(begun), *logprobs], float(random.randn()))
+
+    texts = [text(first, 5), text(second, 4), text(first, 2), text([*first, 1, 2], 3), text(second, 1), text([7, 8], 9)]
+    tokenizer = zoo.tokenizer(folder / "model")
+    one, alone = packed(texts, 1, tokenizer, branches=True), packed(texts, 6, tokenizer)
+    assert one["segments"].max() == 3 and one["branches"].max() == 6
+    saved = 2 * 11 + 11  # by three texts and by two: the last token before the drawn ones is in each
+    assert (one["segments"] != 0).sum() == (alone["segments"] != 0).sum() - saved
+    parts = packed(texts, 2, tokenizer, branches=True)  # a beginning may be in both rows
+    assert parts["tokens"].shape[1] < one["tokens"].shape[1]
+    assert_learnt_alike(folder, model, parts, alone)
+    few_shared = packed([*texts[:3], text([9], 100)], 1, tokenizer, branches=True)
+    assert "branches" not in few_shared, "it saves too little"
+
+
+def assert_learnt_alike(folder, model, batch, other):
+    """Compares all losses, and their gradients together."""
     weights = dict(zip(CASES, (1.0, 0.3, 0.7, -0.4, 0.6), strict=True))
 
     @jax.jit
@@ -200,7 +227,7 @@ def test_packed_texts_are_learnt_as_unpacked_ones(folder, model):
             found += weight * total / count
         return found
 
-    (value, gradients), (expected, of_each) = losses(model, shared), losses(model, alone)
+    (value, gradients), (expected, of_each) = losses(model, batch), losses(model, other)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradients, of_each)
 
@@ -296,7 +323,7 @@ def test_rollout(folder, model):
     assert len(batches) == 4 and all(len(list(documents(batch))) == 8 for batch in batches)
     assert all(len(batch["tokens"]) == 2 for batch in batches), "completions share rows"
     assert all((a[name] == b[name]).all() for a, b in zip(batches, again, strict=True) for name in a)
-    assert any((a["tokens"] != b["tokens"]).any() for a, b in zip(batches, other, strict=True))
+    assert any(not np.array_equal(a["tokens"], b["tokens"]) for a, b in zip(batches, other, strict=True))
     assert float(sums["drift"]) < 1e-4 * batches[0]["loss_mask"].sum()
     found = {prompt.record["prompt"]: [] for prompt in prompts}
     for _, text in itertools.chain(*map(documents, batches[:2])):
@@ -531,7 +558,7 @@ def test_the_loss_has_the_support_of_the_sampler(folder, model):
             tokenizer=tokenizer, mesh=mesh, rows=2, dtype="float32", seed=0,
         )  # fmt: skip
         sums = jax.jit(lambda batch: grpo.objective(model, batch, options=o)[2])(batch)
-        x = model.hidden(jnp.asarray(batch["tokens"]), segments=jnp.asarray(batch["segments"]))[0]
+        x = features(model, jax.tree.map(jnp.asarray, batch))[0]
         settings = sampling.settings([sampling.Sampling(temperature=1.3, top_k=12, top_p=0.8)] * len(batch["tokens"]))
         filtered = np.asarray(settings.filtered(model.unembed(x)))
     learnt = batch["loss_mask"] != 0

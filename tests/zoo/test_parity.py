@@ -17,6 +17,7 @@ import convert.tensors
 import zoo
 from tests.zoo import make_golden, tiny
 from tests.zoo.programs import STACKS, TOKENS, decode, error, forward, init_cache, on_host, packed
+from train.state.mesh import reads_in_order
 from zoo import surgery
 
 
@@ -44,6 +45,37 @@ def test_logits(load, name):
         assert error(logits[0, :cut], golden[0, :cut]) < 1e-4
         assert error(logits[0, cut:], golden[1, : 40 - cut]) < 1e-4
         assert error(logits[1, :30], golden[1, :30]) < 1e-4
+
+
+PARTED = ("qwen3-window-head", "llama4-lists-new", "deepseek3", "gpt_oss")  # windows, chunks, latents, sinks
+
+
+@pytest.mark.parametrize(
+    "name", [*PARTED, *(pytest.param(name, marks=pytest.mark.slow) for name in STACKS if name not in PARTED)]
+)
+def test_branches(load, name):
+    """Branches that share their beginning have the logits of the whole texts; families with recurrences refuse them."""
+    golden, model = GOLDEN[name], load(name)
+    rows = [[0, 20, 10, 10], [1, 10, 15, 12]]  # which golden row, and the lengths of its trunk and of two branches
+    tokens, segments, branches, positions = np.zeros((4, 2, 40), np.int32)
+    for n, (row, *lengths) in enumerate(rows):
+        ids = np.concatenate([np.arange(lengths[0]), *(lengths[0] + np.arange(length) for length in lengths[1:])])
+        tokens[n, : len(ids)], positions[n, : len(ids)], segments[n, : len(ids)] = tiny.TOKENS[row, ids], ids, 1
+        branches[n, : len(ids)] = np.repeat(np.arange(3), lengths)
+
+    @jax.jit
+    def logits(*arrays):
+        at = dict(zip(("positions", "segments", "branches"), arrays[1:], strict=True))
+        return model.unembed(model.hidden(arrays[0], **at)[0])
+
+    if reads_in_order(model):
+        with pytest.raises(ValueError, match="in one line: give every branch its trunk"):
+            logits(tokens, positions, segments, branches)
+        return
+    ours = np.asarray(logits(tokens, positions, segments, branches))
+    for n, (row, *_) in enumerate(rows):
+        real = segments[n] > 0
+        assert error(ours[n, real], golden[row, positions[n, real]]) < 1e-4
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from train.methods.scores import (
     with_signal,
 )
 from train.methods.texts import Text, batches_of
-from train.state.mesh import generating
+from train.state.mesh import generating, reads_in_order
 from train.step import loss
 from train.step.task import Rolled
 from zoo.generation.complete import complete
@@ -167,8 +167,9 @@ def rollout(
             old, experts = [*[None] * len(prompt.ids), *logprobs], c.records.get("experts")
             texts.append(Text(prompt.ids + c.tokens, old, float(advantage), prompt.images, experts, among))
     batches = batches_of(
-        texts, rows, tokenizer, iterations=options.iterations, minibatches=options.minibatches, seed=seed + n
-    )
+        texts, rows, tokenizer, iterations=options.iterations, minibatches=options.minibatches, seed=seed + n,
+        branches=not reads_in_order(model),
+    )  # fmt: skip
     return Rolled(batches, numbers)
 
 

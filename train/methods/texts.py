@@ -15,6 +15,7 @@ from zoo.text.tokenizer import Tokenizer
 
 TEXTS = 64  # largest number of texts in a row
 SHARING = 8  # texts that share a row on average, so that rows can be filled evenly
+WORTH = 0.2  # least share of all tokens that branches have to save: cuDNN's attention, the fastest, knows no branches
 
 
 class Text(NamedTuple):
@@ -34,25 +35,38 @@ def rows_of(completions: int, multiple: int) -> int:
 
 
 def batches_of(
-    texts: Sequence[Text], rows: int, tokenizer: Tokenizer, *, iterations: int, minibatches: int, seed: int
+    texts: Sequence[Text],
+    rows: int,
+    tokenizer: Tokenizer,
+    *,
+    iterations: int,
+    minibatches: int,
+    seed: int,
+    branches: bool,
 ) -> list[dict[str, Shaped[np.ndarray, "rows ..."]]]:
     """Returns the batches of a step: for each of its iterations all texts, in another order, in `minibatches` parts.
 
     Args:
         rows: number of rows of a batch.
+        branches: whether texts may be branches, see `packed`.
     """
     random = np.random.RandomState(seed % 2**32)
     orders = [random.permutation(len(texts)) for _ in range(iterations)]
     parts = [part for order in orders for part in np.array_split(order, minibatches)]
-    return [packed([texts[n] for n in part], rows, tokenizer) for part in parts]
+    return [packed([texts[n] for n in part], rows, tokenizer, branches=branches) for part in parts]
 
 
-def packed(texts: Sequence[Text], rows: int, tokenizer: Tokenizer) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
-    """Packs texts into rows: the longest first, each into the row with the fewest tokens so far.
+def packed(
+    texts: Sequence[Text], rows: int, tokenizer: Tokenizer, *, branches: bool = False
+) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
+    """Packs texts into rows: the longest first, each into the row that then has the fewest tokens.
 
     These are the arrays of `train.data.rows`, and two more: "advantages", equal along a text or a turn, and "old",
     the log-probability with which each target was drawn; and, if texts have them, the tokens' "experts", in the form of
     `zoo.nn.routing.experts_of`, and the targets' "support". Rows are as long as the longest one, rounded up (`few`).
+
+    With `branches`, a row has the beginning that several of its texts share once, if that saves enough (`WORTH`). They
+    are branches of one document then, whose trunk is the beginning, and the array "branches" numbers the row's texts.
 
     Raises:
         ValueError: there are too many texts for these rows.
@@ -62,34 +76,97 @@ def packed(texts: Sequence[Text], rows: int, tokenizer: Tokenizer) -> dict[str, 
             f"{len(texts)} texts do not fit {rows} rows of at most {TEXTS}: conversations were split into too many "
             "parts; take a chat template that does not rewrite its past, or fewer --turns."
         )
-    table: list[list[Text]] = [[] for _ in range(rows)]
-    filled = [0] * rows
-    length = lambda text: len(text.tokens) - 1  # the last token is only a target
-    for text in sorted(texts, key=length, reverse=True):
-        row = min((n for n in range(rows) if len(table[n]) < TEXTS), key=filled.__getitem__)
-        table[row].append(text)
-        filled[row] += length(text)
+    length = lambda n: len(texts[n].tokens) - 1  # the last token is only a target
+    beginnings = _beginnings(texts) if branches else [Beginning(n, 0) for n in range(len(texts))]
+    table: list[dict[int, list[int]]] = [{} for _ in range(rows)]  # each row's texts, by their beginnings
+    filled, count = [0] * rows, [0] * rows
+    for n in sorted(range(len(texts)), key=lambda n: length(n) - beginnings[n].length, reverse=True):
+        of, shared = beginnings[n]
+        with_text = [filled[r] + length(n) - shared * (of in table[r]) for r in range(rows)]
+        row = min((r for r in range(rows) if count[r] < TEXTS), key=with_text.__getitem__)
+        table[row].setdefault(of, []).append(n)
+        filled[row], count[row] = with_text[row], count[row] + 1
     seq_len = few(max(filled))
     arrays = padding_rows(rows, seq_len)
+    if any(beginning.length for beginning in beginnings):
+        arrays["branches"] = np.zeros((rows, seq_len), np.int32)
     if texts and texts[0].experts is not None:
         arrays["experts"] = np.zeros((rows, seq_len, *texts[0].experts.shape[1:]), np.int32)
     if texts and texts[0].support is not None:
         arrays["support"] = np.zeros((rows, seq_len, texts[0].support.shape[1]), np.int32)
-    for n, row in enumerate(table):
-        end = 0
-        for segment, text in enumerate(row, 1):
-            here, end, old = slice(end, end + length(text)), end + length(text), text.logprobs[1:]
-            arrays["tokens"][n, here], arrays["targets"][n, here] = text.tokens[:-1], text.tokens[1:]
-            arrays["loss_mask"][n, here] = [logprob is not None for logprob in old]
-            arrays["old"][n, here] = [logprob or 0.0 for logprob in old]
-            arrays["segments"][n, here], arrays["positions"][n, here] = segment, np.arange(length(text))
-            arrays["advantages"][n, here] = text.advantage
-            if text.experts is not None:
-                arrays["experts"][n, here] = text.experts[: length(text)]
-            if text.support is not None:
-                arrays["support"][n, end - len(text.support) : end] = text.support
+    for row, documents in enumerate(table):
+        end, branch = 0, 0
+        for segment, (of, members) in enumerate(documents.items(), 1):
+            trunk = beginnings[of].length if len(members) > 1 else 0
+            pieces = [(members[0], 0, 0, trunk), *((n, branch + i, trunk, length(n)) for i, n in enumerate(members, 1))]
+            for n, number, first, last in pieces:
+                here, end = slice(end, end + last - first), end + last - first
+                for name, values in _arrays_of(texts[n]).items():
+                    arrays[name][row, here] = values[first:last]
+                arrays["segments"][row, here] = segment
+                if "branches" in arrays:
+                    arrays["branches"][row, here] = number
+            branch += len(members)
     if tokenizer.processor is not None:
-        arrays |= pictures.of_rows([_images(row) for row in table], seq_len, tokenizer)
+        in_row = [[texts[n] for members in documents.values() for n in members] for documents in table]
+        arrays |= pictures.of_rows([_images(row) for row in in_row], seq_len, tokenizer)
+    return arrays
+
+
+class Beginning(NamedTuple):
+    """The beginning of a text, which other texts may share."""
+
+    of: int  # the number of the first text that has it
+    length: int  # in tokens; 0: no other text has it
+
+
+def _beginnings(texts: Sequence[Text]) -> list[Beginning]:
+    """Finds the texts that begin with all tokens before the first drawn one of another text.
+
+    The last of these tokens is not shared: each text has it itself, since what follows it is drawn.
+    """
+    prompt = lambda n: next((k for k, drawn in enumerate(texts[n].logprobs) if drawn is not None), len(texts[n].tokens))
+    prompts = [list(text.tokens[: prompt(n)]) for n, text in enumerate(texts)]
+    members: dict[int, list[int]] = {}
+    of = -1
+    for n in sorted(range(len(texts)), key=prompts.__getitem__):  # one that others begin with comes before them
+        if of < 0 or not _begins_with(texts[n], texts[of], len(prompts[of])):
+            of = n
+        members.setdefault(of, []).append(n)
+    found = [Beginning(n, 0) for n in range(len(texts))]
+    for of, some in members.items():
+        if len(some) > 1:
+            for n in some:
+                found[n] = Beginning(of, len(prompts[of]) - 1)
+    saved = sum((len(some) - 1) * (len(prompts[of]) - 1) for of, some in members.items())
+    if saved < WORTH * sum(len(text.tokens) - 1 for text in texts):
+        return [Beginning(n, 0) for n in range(len(texts))]
+    return found
+
+
+def _begins_with(text: Text, other: Text, length: int) -> bool:
+    """Whether texts without images begin with the same tokens, which went to the same experts."""
+    if text.images is not None or other.images is not None or text.tokens[:length] != other.tokens[:length]:
+        return False
+    if text.experts is None or other.experts is None:
+        return True
+    return np.array_equal(text.experts[:length], other.experts[:length])
+
+
+def _arrays_of(text: Text) -> dict[str, Shaped[np.ndarray, "tokens ..."]]:
+    """Returns the arrays of a text, as a row has them."""
+    length, old = len(text.tokens) - 1, text.logprobs[1:]
+    arrays = {
+        "tokens": np.array(text.tokens[:-1]), "targets": np.array(text.tokens[1:]),
+        "loss_mask": np.array([logprob is not None for logprob in old]),
+        "old": np.array([logprob or 0.0 for logprob in old]),
+        "positions": np.arange(length),
+        "advantages": np.broadcast_to(text.advantage, length),
+    }  # fmt: skip
+    if text.experts is not None:
+        arrays["experts"] = text.experts[:length]
+    if text.support is not None:
+        arrays["support"] = np.pad(text.support, ((length - len(text.support), 0), (0, 0)))
     return arrays
 
 

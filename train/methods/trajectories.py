@@ -30,7 +30,7 @@ from train.methods.rollouts import RolloutOptions
 from train.methods.scores import RewardOptions, advantages_of, dull, pass_at, with_signal
 from train.methods.texts import Text, batches_of
 from train.methods.trajectory import Move, Players, Trajectory
-from train.state.mesh import generating
+from train.state.mesh import generating, reads_in_order
 from train.step import loss
 from train.step.task import Rolled
 from zoo.generation.engine import Completion, Engine
@@ -126,8 +126,9 @@ def rollout(
         numbers["without_signal"] = float(np.mean(dull(worth, rewards)))
     samples = [_sample(group[0]) for group in groups[:SHOWN]]
     batches = batches_of(
-        texts, rows, chats.tokenizer, iterations=options.iterations, minibatches=options.minibatches, seed=seed + n
-    )
+        texts, rows, chats.tokenizer, iterations=options.iterations, minibatches=options.minibatches, seed=seed + n,
+        branches=not reads_in_order(model),
+    )  # fmt: skip
     return Rolled(batches, numbers, samples)
 
 

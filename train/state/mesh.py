@@ -149,7 +149,7 @@ def put_batch(
     Every process gives the whole batch, or the rows of its devices (`train.data.rows.Share`). If "context" splits rows,
     their tokens are put in the order of `balanced`, unless one of the models that read the batch needs them in order
     (`keeps_order`). A batch that stays in order loses its "positions", which shows the order to `positions_of` and
-    `next_token`. Images are placed with their sequences.
+    `next_token`, unless its documents have branches. Images are placed with their sequences.
 
     Raises:
         ValueError: sequences or tokens can't be split evenly.
@@ -165,7 +165,7 @@ def put_batch(
             continue
         if array.shape[1] % parts:
             raise ValueError(f"{array.shape[1]} tokens of {name!r} can't be split over {CONTEXT}={parts} evenly.")
-        if ordered and name == "positions":
+        if ordered and name == "positions" and "branches" not in batch:
             continue
         order = slice(None) if ordered else balanced(array.shape[1], parts)
         part = lambda index, array=array, order=order: array[index[0]][:, order][:, index[1]]
@@ -183,19 +183,24 @@ def in_order(values: Shaped[np.ndarray, "batch seq"], mesh: Mesh, *models: Any) 
 def keeps_order(mesh: Mesh, *models: Any) -> bool:
     """Whether `put_batch` keeps the tokens of a row in order, for the models (or None) that read the batch.
 
-    It does if "context" does not split rows, or if a model has a recurrence or a convolution (`AbstractBlock.ordered`).
+    It does if "context" does not split rows, or if a model `reads_in_order`.
     """
-    blocks = (block for _, stack in modules(models, Stack) for _, block in stack.blocks())
-    return mesh.shape[CONTEXT] == 1 or any(block.ordered for block in blocks)
+    return mesh.shape[CONTEXT] == 1 or reads_in_order(models)
+
+
+def reads_in_order(models: Any) -> bool:
+    """Whether a model, or one of several, has a recurrence or a convolution (`AbstractBlock.ordered`)."""
+    return any(block.ordered for _, stack in modules(models, Stack) for _, block in stack.blocks())
 
 
 def positions_of(batch: Mapping[str, Shaped[Array, "batch ..."]]) -> Int[Array, "batch seq"] | None:
     """Returns the positions of a batch's tokens, or None if the tokens are in order.
 
-    Tokens are in order unless `put_batch` has moved them; positions then count from 0 in each document. Attention's
-    fastest kernels need to know while they are traced that tokens are in order, and an array cannot show it.
+    Tokens are in order unless `put_batch` has moved them, or documents have branches; positions then count from 0 in
+    each document, or go on in each branch. Attention's fastest kernels need to know while they are traced that tokens
+    are in order, and an array cannot show it.
     """
-    return batch.get("positions") if split(CONTEXT) > 1 else None
+    return batch.get("positions") if split(CONTEXT) > 1 or "branches" in batch else None
 
 
 def token_sharding(mesh: Mesh) -> NamedSharding:

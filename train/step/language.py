@@ -40,7 +40,8 @@ class LanguageModelingOptions(OptionGroup):
 
 def features(model: AbstractModel, batch: Batch) -> tuple[Float[Array, "batch seq embed"], Reports]:
     """Returns the features of a batch's tokens, and the reports of the layers."""
-    at: Any = {"positions": positions_of(batch), "segments": batch["segments"]} | images_of(batch)
+    places = {"positions": positions_of(batch), "segments": batch["segments"], "branches": batch.get("branches")}
+    at: Any = places | images_of(batch)
     x, _, reports = model.hidden(batch["tokens"], **at)
     return x, reports
 

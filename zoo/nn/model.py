@@ -173,6 +173,7 @@ class AbstractModel(eqx.Module):
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segments: Int[Array, "batch seq"] | None = None,
+        branches: Int[Array, "batch seq"] | None = None,
         images: Images | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Caches | None, Reports]:
         """Features that `unembed` turns into logits, the new cache, and what the layers report of these tokens.
@@ -186,13 +187,15 @@ class AbstractModel(eqx.Module):
                 kernels need to know that tokens are in order.
             segments: numbers of the documents packed into a row, which do not see each other; 0 is padding, which no
                 report counts. The tokens of each document are neighbours.
+            branches: numbers of the branches of documents that begin alike and then part: 0 is the common beginning.
+                They need `positions`, which go on from it in each branch, and layers without recurrences.
             images: tokens for which these have a feature are that feature, whatever their ids. With a cache, all tokens
                 of an image are in one call, whose keys later calls see.
 
         Raises:
-            ValueError: for images, if the model takes none.
+            ValueError: for images, if the model takes none; for branches, if a layer is recurrent.
         """
-        at = Tokens(positions, segments)
+        at = Tokens(positions, segments, branches=branches)
         return (
             self.forward(tokens, cache, at)
             if images is None
