@@ -44,7 +44,6 @@ class Case:
     texts: Sequence[Text]
     batch: int
     most: int = 64
-    cache_tokens: int | None = None  # of the engine
 
     @property
     def room(self) -> int:
@@ -58,9 +57,7 @@ def zoo_engine(folder: str, case: Case) -> Generate:
     model = zoo.load(folder)
 
     def generate() -> list[list[int]]:
-        engine = zoo.Engine(
-            model, batch=case.batch, max_tokens=case.room, prefixes=True, cache_tokens=case.cache_tokens
-        )
+        engine = zoo.Engine(model, batch=case.batch, max_tokens=case.room, prefixes=True)
         drawn: list[list[int]] = [[] for _ in case.texts]
         going = {}
 
@@ -146,7 +143,7 @@ def transformers_continuous(folder: str, case: Case) -> Generate:
     transformers = import_transformers()
     model = transformers.Qwen3ForCausalLM.from_pretrained(folder).eval()
     page = 64
-    blocks = case.batch * -(-case.room // page) if case.cache_tokens is None else -(-case.cache_tokens // page)
+    blocks = case.batch * -(-case.room // page)
     options = dict(
         generation_config=transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=transformers.ContinuousBatchingConfig(
@@ -211,8 +208,8 @@ def main(
         equal: batch sizes for sequences of one length; each is measured by itself.
         ragged: sequences in the case "ragged", whose prompts have 8 to `prompt` tokens, and their continuations `new` /
             32 to `new` with the logarithm spread evenly: most are short, some long.
-        shared: sequences in the case "shared", decoded at once: `prompt` * 8 tokens that all begin with, then lengths
-            like those of "ragged". Static batches have 64 rows.
+        shared: sequences in the case "shared", 64 at a time: `prompt` * 8 tokens that all begin with, then lengths like
+            those of "ragged".
         talks: texts in the case "turns", of five turns: each has `prompt` new tokens and draws `new` / 4.
         batch: number of the sequences of "ragged" that are decoded at once.
         prompt: tokens of a prompt.
@@ -229,9 +226,7 @@ def main(
     cases = {f"batch {n}": Case([[(some(prompt), new)] for _ in range(n)], n) for n in equal}
     cases["ragged"] = Case([[(own(), length())] for _ in range(ragged)], batch)
     rows = [[(begin + own(), length())] for _ in range(shared)]
-    cases["shared"] = Case(
-        rows, shared, cache_tokens=len(begin) + sum(-(-(prompt + n) // 64) * 64 for ((_, n),) in rows)
-    )
+    cases["shared"] = Case(rows, Case.most)
     cases["turns"] = Case([[(some(prompt), max(1, new // 4)) for _ in range(5)] for _ in range(talks)], talks)
     results = {}
     with tempfile.TemporaryDirectory() as folder:

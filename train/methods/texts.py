@@ -14,7 +14,7 @@ from zoo.text.tokenizer import Tokenizer
 
 
 TEXTS = 64  # largest number of texts in a row
-SHARING = 8  # texts that share a row on average, so that rows can be filled evenly
+SHARING = 16  # texts that share a row on average, so that rows can be filled evenly
 WORTH = 0.2  # least share of all tokens that branches have to save: cuDNN's attention, the fastest, knows no branches
 
 
@@ -59,7 +59,7 @@ def batches_of(
 def packed(
     texts: Sequence[Text], rows: int, tokenizer: Tokenizer, *, branches: bool = False
 ) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
-    """Packs texts into rows: the longest first, each into the row that then has the fewest tokens.
+    """Packs texts into rows, as evenly as `_placed` can.
 
     These are the arrays of `train.data.rows`, and two more: "advantages", equal along a text or a turn, and "old",
     the log-probability with which each target was drawn; and, if texts have them, the tokens' "experts", in the form of
@@ -78,15 +78,7 @@ def packed(
         )
     length = lambda n: len(texts[n].tokens) - 1  # the last token is only a target
     beginnings = _beginnings(texts) if branches else [Beginning(n, 0) for n in range(len(texts))]
-    table: list[dict[int, list[int]]] = [{} for _ in range(rows)]  # each row's texts, by their beginnings
-    filled, count = [0] * rows, [0] * rows
-    for n in sorted(range(len(texts)), key=lambda n: length(n) - beginnings[n].length, reverse=True):
-        of, shared = beginnings[n]
-        with_text = [filled[r] + length(n) - shared * (of in table[r]) for r in range(rows)]
-        row = min((r for r in range(rows) if count[r] < TEXTS), key=with_text.__getitem__)
-        table[row].setdefault(of, []).append(n)
-        filled[row], count[row] = with_text[row], count[row] + 1
-    seq_len = few(max(filled))
+    table, seq_len = _placed(list(map(length, range(len(texts)))), beginnings, rows)
     arrays = padding_rows(rows, seq_len)
     if any(beginning.length for beginning in beginnings):
         arrays["branches"] = np.zeros((rows, seq_len), np.int32)
@@ -142,6 +134,40 @@ def _beginnings(texts: Sequence[Text]) -> list[Beginning]:
     if saved < WORTH * sum(len(text.tokens) - 1 for text in texts):
         return [Beginning(n, 0) for n in range(len(texts))]
     return found
+
+
+def _placed(
+    lengths: Sequence[int], beginnings: Sequence[Beginning], rows: int
+) -> tuple[list[dict[int, list[int]]], int]:
+    """Chooses a row for each text. Returns the numbers of each row's texts, by their beginnings, and the rows' length.
+
+    The length is the least of `few` at which all texts find room. Those with one beginning are placed together, the
+    longest first: where it is already, or else in the emptiest row.
+    """
+    groups: dict[int, list[int]] = {}
+    for n in sorted(range(len(lengths)), key=lambda n: beginnings[n].length - lengths[n]):
+        groups.setdefault(beginnings[n].of, []).append(n)
+    size = {of: sum(lengths[n] for n in some) - (len(some) - 1) * beginnings[of].length for of, some in groups.items()}
+    order = [n for of in sorted(groups, key=size.__getitem__, reverse=True) for n in groups[of]]
+
+    def within(most: int) -> list[dict[int, list[int]]] | None:
+        table: list[dict[int, list[int]]] = [{} for _ in range(rows)]
+        filled, count = [0] * rows, [0] * rows
+        for n in order:
+            of, shared = beginnings[n]
+            more = [lengths[n] - shared * (of in table[r]) for r in range(rows)]
+            fitting = [r for r in range(rows) if filled[r] + more[r] <= most and count[r] < TEXTS]
+            if not fitting:
+                return None
+            row = min(fitting, key=lambda r: (more[r], filled[r]))
+            table[row].setdefault(of, []).append(n)
+            filled[row], count[row] = filled[row] + more[row], count[row] + 1
+        return table
+
+    most = few(max(math.ceil(sum(size.values()) / rows), max(lengths, default=0)))
+    while (table := within(most)) is None:
+        most = few(most + 1)
+    return table, most
 
 
 def _begins_with(text: Text, other: Text, length: int) -> bool:
