@@ -27,12 +27,12 @@ import kernels.quantized_matmul.quantize
 from convert.dequantize import NVFP4_COLUMNS
 from convert.packed import BLOCK, PAIRS
 from kernels.coded import TABLES, Code, Coded, dequantize
-from kernels.quantized_matmul.quantize import LARGEST
+from kernels.quantized_matmul.quantize import LARGEST, MX
 from kernels.stacked import read
 from kernels.sums import spread
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear, Linear, biased, on_first
 from zoo.nn.model import AbstractModel
-from zoo.surgery import map_linears, modules
+from zoo.surgery import map_linears, modules, path_name
 
 
 M = TypeVar("M", bound=AbstractModel)
@@ -88,11 +88,30 @@ class Holding:
         return kind(weight, scales, bias, self.format)
 
 
-def quantize_training(model: M, dtype: Literal["int8", "fp8"]) -> M:
-    """Replaces the `Linear`s and `ExpertLinear`s of the decoder layers by ones of low precision, array by array."""
-    kinds = {Linear: LowPrecisionLinear, ExpertLinear: LowPrecisionExpertLinear}
-    linear = lambda m: kinds[type(m)](m, dtype) if type(m) in kinds else m
-    layers = jax.tree.map(linear, model.layers, is_leaf=lambda m: type(m) in kinds)
+def quantize_training(model: M, dtype: Literal["int8", "fp8", "mxfp8"]) -> M:
+    """Replaces the `Linear`s and `ExpertLinear`s of the decoder layers by ones of low precision, array by array.
+
+    Experts have no products in MXFP8: with "mxfp8" theirs are as with "fp8".
+
+    Raises:
+        ValueError: dtype is "mxfp8", and a matrix has a side that is not a multiple of 32.
+    """
+
+    def low(path: Any, module: Any) -> Any:
+        if type(module) is ExpertLinear:
+            return LowPrecisionExpertLinear(module, "fp8" if dtype == "mxfp8" else dtype)
+        if type(module) is not Linear:
+            return module
+        if dtype == "mxfp8" and any(width % MX for width in module.weight.shape[-2:]):
+            *_, out, ins = module.weight.shape
+            raise ValueError(
+                f"--matmul mxfp8 takes matrices with sides in multiples of {MX}, and layers.{path_name(path)} is "
+                f"{out} x {ins}. Take --matmul fp8."
+            )
+        return LowPrecisionLinear(module, dtype)
+
+    is_linear = lambda m: type(m) in (Linear, ExpertLinear)
+    layers = jax.tree_util.tree_map_with_path(low, model.layers, is_leaf=is_linear)
     return eqx.tree_at(lambda m: m.layers, model, layers)
 
 
@@ -236,15 +255,15 @@ class LowPrecisionLinear(AbstractLinear):
     """A `Linear` that trains in eight bits: its parameters are floats, which are quantised only to be multiplied.
 
     Weight and activations are quantised row by row. In "fp8" all three products of a training step have quantised
-    operands, including gradients; in the backward pass each tensor has one scale. In "int8" the backward pass
-    multiplies floats.
+    operands, including gradients; in the backward pass each tensor has one scale. In "mxfp8" all three have scales for
+    32 neighbours along the sum. In "int8" the backward pass multiplies floats.
     """
 
     weight: Float[Array, "out in"]
     bias: Float[Array, " out"] | None
-    dtype: Literal["int8", "fp8"] = eqx.field(static=True)
+    dtype: Literal["int8", "fp8", "mxfp8"] = eqx.field(static=True)
 
-    def __init__(self, linear: Linear, dtype: Literal["int8", "fp8"]):
+    def __init__(self, linear: Linear, dtype: Literal["int8", "fp8", "mxfp8"]):
         self.weight, self.bias, self.dtype = linear.weight, linear.bias, dtype
 
     @property
@@ -255,7 +274,8 @@ class LowPrecisionLinear(AbstractLinear):
         if self.dtype == "int8":
             y = kernels.int8_matmul(x, self.weight, activations=True)
         else:
-            y = kernels.fp8_matmul(x, self.weight, activations=True, gradients="quantized")
+            by = "mx" if self.dtype == "mxfp8" else "channel"
+            y = kernels.fp8_matmul(x, self.weight, granularity=by, activations=True, gradients="quantized")
         return y if self.bias is None else y + spread(self.bias, y.shape)
 
     def matrix(self, dtype: DTypeLike) -> Float[Array, "out in"]:

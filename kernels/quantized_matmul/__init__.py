@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn, Int8
 
 from kernels import dispatch
-from kernels.quantized_matmul.quantize import BLOCK, LARGEST, exact_dtype
+from kernels.quantized_matmul.quantize import BLOCK, LARGEST, MX, exact_dtype
 from kernels.quantized_matmul.shared import SAVED, Formula, Gradients, Granularity, Matrix
 from kernels.stacked import Stacked
 
@@ -32,7 +32,8 @@ def int8_matmul(
     (ceil(out / 128), ceil(in / 128)) for blocks of 128 x 128, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3). Then
     neither `w` nor the scale has a gradient, and `granularity` is ignored in favour of the scale's shape. Such a `w`
     may be a layer of a stack, which is not copied (`kernels.stacked`). Or `w` is a float array of the dtype of `x`:
-    then it is quantised here, with a scale for the whole "tensor", for each "channel" (row) or for each "block".
+    then it is quantised here, with a scale for the whole "tensor", for each "channel" (row) or for each "block"; in
+    float8 also for 32 neighbours ("mx").
 
     `activations` quantises `x` as well, at each call: with one scale ("tensor"), one for each row ("channel"), or one
     for each 128 features of a row ("block"). `kernels.quantized_matmul.quantize.quantize` has the formula: values are
@@ -81,6 +82,11 @@ def fp8_matmul(
     Then rows and columns of a tensor share a scale, and one pass writes the tensor in 8 bits, both as it is and
     transposed. But if scales are by blocks, the gradients' are, too, and `d_out` is float8_e4m3fn like all else, as in
     DeepSeek-V3.
+
+    `granularity` "mx" is MXFP8 (Open Compute Project, Microscaling Formats, version 1.0): 32 neighbours along the sum
+    share a scale, a power of two. Both sides of `w` must be multiples of 32. All values are float8_e4m3fn, and
+    "quantized" gradients quantise transposes anew. A `w` that is quantised already cannot have such scales. "xla"
+    multiplies by `jax.nn.scaled_matmul` for Blackwell, and dequantised values for others.
     """
     return _matmul(jnp.float8_e4m3fn, x, w, scale, granularity, activations, gradients, implementation)
 
@@ -98,6 +104,10 @@ def _matmul(
     for name, value, choices in (("granularity", granularity, Granularity), ("gradients", gradients, Gradients)):
         if value not in get_args(choices):
             raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, get_args(choices)))}.")
+    if granularity == "mx" and dtype != jnp.float8_e4m3fn:
+        raise ValueError("granularity='mx' is MXFP8's: take fp8_matmul.")
+    if granularity == "mx" and any(width % MX for width in w.shape):
+        raise ValueError(f"granularity='mx' takes a w with sides in multiples of {MX}, not {w.shape}: take 'channel'.")
     if x.dtype in LARGEST:
         raise ValueError(f"x is {x.dtype}, and its products would be too: give it in bfloat16 or wider.")
     if x.shape[-1] != w.shape[1]:

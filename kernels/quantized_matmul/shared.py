@@ -19,7 +19,7 @@ from kernels.quantized_matmul.quantize import Quantized, dequantize, exact_dtype
 from kernels.stacked import Stacked, read
 
 
-Granularity = Literal["tensor", "channel", "block"]
+Granularity = Literal["tensor", "channel", "block", "mx"]
 Gradients = Literal["float", "quantized"]
 Matrix = Shaped[Array, "out in"] | Stacked
 SAVED = "matmul"  # the name of the results, for policies of jax.checkpoint
@@ -35,14 +35,14 @@ class Formula(NamedTuple):
     gradients: Gradients
 
     @property
-    def of_rows(self) -> Literal["tensor", "channel", "piece"]:
+    def of_rows(self) -> Literal["tensor", "channel", "piece", "mx"]:
         """Returns which values of a row share a scale."""
         return "piece" if self.granularity == "block" else self.granularity
 
     @property
     def gradients_by_tensor(self) -> bool:
         """Whether the backward pass has a scale for each whole tensor."""
-        return self.dtype == jnp.float8_e4m3fn and self.granularity != "block"
+        return self.dtype == jnp.float8_e4m3fn and self.granularity in ("tensor", "channel")
 
     @property
     def gradient_dtype(self) -> DTypeLike:
@@ -121,7 +121,7 @@ def _backward(
         largest_x, largest_w, largest_d_out = whole(largest_x), whole(largest_w), whole(d_out)
     else:
         largest_x = largest_w = None  # a transpose has other groups
-    if formula.granularity == "channel":
+    if formula.granularity in ("channel", "mx"):
         transposed = quantize((w if scale is None else dequantize(matrix)).T, formula.dtype, of_matrices, largest_w)
     else:
         transposed = Quantized(matrix.values.T, matrix.scale.T)

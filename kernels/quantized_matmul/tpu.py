@@ -35,6 +35,8 @@ HAS_FLOAT8 = "TPU7x"  # the kind of device whose matrix unit multiplies float8; 
 
 def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula: Formula) -> str | None:
     """Returns why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
+    if formula.granularity == "mx":
+        return "it has no scales for 32 neighbours"
     refusal = elsewhere("tpu") or shared.refusal(x, w)
     both = formula.activations or formula.gradients == "quantized"
     if refusal is None and formula.dtype == jnp.int8 and both and formula.granularity != "block":

@@ -40,6 +40,8 @@ BAND = 8  # blocks of rows that take the same columns at about the same time
 def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula: Formula) -> str | None:
     """Returns why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
     both = formula.activations or formula.gradients == "quantized"
+    if formula.granularity == "mx":
+        return "it has no scales for 32 neighbours"
     if both and formula.granularity != "block":
         return f"it multiplies two quantised sides only by blocks, not by {formula.granularity}"
     rows = x.size // x.shape[-1] if x.size else 0

@@ -2,7 +2,8 @@
 
 XLA has products of two int8 or two float8: on NVIDIA GPUs they become cuBLASLt's, on TPUs the matrix unit's. A scale
 that is the same along a whole row can be applied to the sum, so one product is enough. Scales that change along a row
-cannot: then a loop adds up the scaled products of pieces of 128 features.
+cannot: then a loop adds up the scaled products of pieces of 128 features. XLA has a product of MXFP8 for Blackwell;
+elsewhere dequantised values are multiplied.
 """
 
 import functools
@@ -13,14 +14,17 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kernels.backends.device import device
 from kernels.quantized_matmul import shared
-from kernels.quantized_matmul.quantize import BLOCK, Quantized, dequantize, spread, whole_pieces
+from kernels.quantized_matmul.quantize import BLOCK, MX, Quantized, dequantize, spread, whole_pieces
 from kernels.quantized_matmul.shared import INT32_TERMS, Formula, Kernels, Matrix
 from kernels.stacked import read
 
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 RANK = 3
+
+BLACKWELL = (10, 0)  # the compute capability of the first GPUs that multiply MXFP8
 
 
 def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula: Formula) -> str | None:
@@ -52,6 +56,8 @@ def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
         out = functools.reduce(jnp.add, products).astype(jnp.float32)
         return (out * spread(x.scale, out.shape) * _per_column(w.scale, out.ndim)).astype(dtype)
 
+    if w.is_mx:
+        return _mx(x, w, dtype)
     x_values, w_values = (whole_pieces(side.values) for side in (x, w))
 
     def add_piece(i: Array, out: Array) -> Array:
@@ -62,6 +68,17 @@ def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
 
     out = jnp.zeros((*x.values.shape[:-1], len(w.values)), jnp.float32)
     return lax.fori_loop(0, x_values.shape[-1] // BLOCK, add_piece, out).astype(dtype)
+
+
+def _mx(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
+    if (device().capability or (0, 0)) < BLACKWELL:
+        held = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16  # bfloat16 holds the numbers of MXFP8, too
+        return _product(*(dequantize(side).astype(held) for side in (x, w))).astype(dtype)
+    one_batch = lambda side: side.reshape(1, -1, side.shape[-1])
+    values = (one_batch(whole_pieces(side.values, MX)) for side in (x, w))
+    scales = (one_batch(side.scale.astype(jnp.float8_e8m0fnu)) for side in (x, w))
+    out = jax.nn.scaled_matmul(*values, *scales, preferred_element_type=dtype)
+    return out.reshape(*x.values.shape[:-1], -1)
 
 
 def _product(x: Array, w: Array, dtype: DTypeLike = jnp.float32) -> Float[Array, "*batch out"]:

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from jax import lax
 
 import kernels
+from kernels.backends.device import Device
+from kernels.quantized_matmul import xla
 from kernels.quantized_matmul.quantize import LARGEST, dequantize, quantize
-from kernels.quantized_matmul.shared import SAVED
+from kernels.quantized_matmul.shared import SAVED, Formula
 from kernels.stacked import Stacked
 
 
@@ -25,7 +27,8 @@ OPERATIONS = {jnp.int8: kernels.int8_matmul, FP8: kernels.fp8_matmul}
 
 def rounded(x, dtype, granularity):
     """Returns the values and scales of `quantize`, and the numbers that they represent, group by group in numpy."""
-    height, width = dict(tensor=x.shape, channel=(1, x.shape[1]), piece=(1, 128), block=(128, 128))[granularity]
+    sizes = dict(tensor=x.shape, channel=(1, x.shape[1]), piece=(1, 128), block=(128, 128), mx=(1, 32))
+    height, width = sizes[granularity]
     x, values = np.asarray(x, np.float32), np.zeros(x.shape, dtype)
     scales = np.ones([-(-x.shape[0] // height), -(-x.shape[1] // width)], np.float32)
     stands_for = np.zeros(x.shape)
@@ -34,6 +37,9 @@ def rounded(x, dtype, granularity):
         scale = np.abs(x[group]).max() * np.float32(1 / LARGEST[np.dtype(dtype)])
         if np.isfinite(scale) and scale < np.finfo(np.float32).tiny:
             scale = np.float32(1)
+        elif granularity == "mx":
+            power = scale.astype(jnp.float8_e8m0fnu).astype(np.float32)  # ml_dtypes rounds to the nearest
+            scale = power if power >= scale else 2 * power
         scales[i, j] = scale if np.isfinite(scale) else np.nan
         exact = x[group] * (np.float32(1) / scales[i, j])
         values[group] = (np.rint(np.nan_to_num(exact)) if dtype == jnp.int8 else exact).astype(dtype)
@@ -52,12 +58,15 @@ def oracle(x, w, d_out, dtype, granularity, activations, gradients):
     out = (rows(x) if activations else x.astype(np.float64)) @ matrix(w).T
     if gradients == "float":
         dx, dw = d_out @ matrix(w), d_out.astype(np.float64).T @ x
-    elif dtype == FP8 and granularity != "block":
+    elif dtype == FP8 and granularity not in ("block", "mx"):
         whole = lambda x, dtype=FP8: rounded(x, dtype, "tensor")[2]
         dx, dw = whole(d_out, FP8_WIDE) @ whole(w), whole(d_out, FP8_WIDE).T @ whole(x)
     else:
         dx, dw = rows(d_out) @ matrix(w.T).T, rows(d_out.T) @ matrix(x.T).T
     return out.reshape(*shape[:-1], -1), dx.reshape(shape), dw
+
+
+MX_SIDES = dict(ins=192, outs=160)  # multiples of 32; the 150 rows of `arrays` are not
 
 
 def arrays(rows=(3, 50), ins=200, outs=150, dtype=jnp.float32):
@@ -97,6 +106,7 @@ CASES = [
     (FP8, "channel", True, "quantized"),
     (FP8, "block", True, "float"),
     (jnp.int8, "block", False, "quantized"),
+    (FP8, "mx", True, "quantized"),
 ]
 # Options of two of these cases, whose programs serve other tests, too.
 FLOAT_ROWS = dict(granularity="channel", activations=False, gradients="float")  # int8
@@ -105,15 +115,50 @@ CASES_OF = [
     (implementation, *case)
     for implementation in IMPLEMENTATIONS
     for case in CASES
-    if implementation != "triton" or case[1] == "block" or case[2:] == (False, "float")
+    if (implementation not in ("tpu", "triton") or case[1] != "mx")
+    and (implementation != "triton" or case[1] == "block" or case[2:] == (False, "float"))
 ]
 
 
 @pytest.mark.parametrize("implementation, dtype, granularity, activations, gradients", CASES_OF)
 def test_float32_equals_the_oracle(implementation, dtype, granularity, activations, gradients):
     options = dict(granularity=granularity, activations=activations, gradients=gradients)
-    actual = run(implementation, dtype, *arrays(), **options)
-    assert np.max(errors(actual, oracle(*arrays(), dtype, **options))) < 1e-5
+    given = arrays(**MX_SIDES if granularity == "mx" else {})
+    actual = run(implementation, dtype, *given, **options)
+    assert np.max(errors(actual, oracle(*given, dtype, **options))) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [(3, 50), (1,)])
+def test_blackwell_multiplies_mxfp8_itself(monkeypatch, rows):
+    """All three products are `jax.nn.scaled_matmul`, which gets whole groups of 32 and float8_e8m0fnu's scales.
+
+    jax 0.10.2 has it for GPUs alone, so its definition stands in for it.
+    """
+    called = []
+
+    def scaled_matmul(a, b, a_scale, b_scale, preferred_element_type):
+        called.append((a.shape, b.shape))
+        assert {a_scale.dtype, b_scale.dtype} == {jnp.dtype(jnp.float8_e8m0fnu)}
+        assert all(values.shape[-1] == 32 * scale.shape[-1] for values, scale in ((a, a_scale), (b, b_scale)))
+        exact = lambda x: x.astype(preferred_element_type)
+        a, b = (exact(x) * jnp.repeat(exact(scale), 32, axis=-1) for x, scale in ((a, a_scale), (b, b_scale)))
+        return jnp.einsum("bmk,bnk->bmn", a, b, precision="highest")
+
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
+    monkeypatch.setattr(xla, "device", lambda: Device("gpu", "NVIDIA B200"))
+    options = dict(granularity="mx", activations=True, gradients="quantized")
+    given = x, w, d_out = arrays(rows=rows, **MX_SIDES)
+    product = functools.partial(xla.quantized_matmul.__wrapped__, formula=Formula(FP8, **options))
+    step = lambda x, w, d_out: (lambda out, gradient: (out, *gradient(d_out)))(*jax.vjp(product, x, w, None))
+    actual = jax.device_get(jax.jit(step, compiler_options=QUICK)(x, w, d_out))[:3]
+    assert np.max(errors(actual, oracle(*given, FP8, **options))) < 1e-5
+    tokens, padded = np.prod(rows), -(-np.prod(rows) // 32) * 32
+    shape = lambda *sides: (1, *sides)
+    assert called == [
+        (shape(tokens, 192), shape(160, 192)),
+        (shape(tokens, 160), shape(192, 160)),
+        (shape(160, padded), shape(192, padded)),
+    ]
 
 
 @functools.cache
@@ -304,6 +349,8 @@ def test_contradictions_are_refused(untyped):
         "w is float32, so its scale is found here: leave it out, or give w in int8": lambda: kernels.int8_matmul(
             x, w, scale
         ),
+        "granularity='mx' is MXFP8's: take fp8_matmul": lambda: kernels.int8_matmul(x, w, granularity="mx"),
+        r"sides in multiples of 32, not \(150, 200\)": lambda: kernels.fp8_matmul(x, w, granularity="mx"),
         "must have one dtype, not float32 and int8": lambda: kernels.fp8_matmul(x, values),
         "x is float8_e4m3fn, and its products would be too": lambda: kernels.fp8_matmul(x.astype(FP8), w),
         "x have 200 features, and w, .out, in., takes 150": lambda: kernels.int8_matmul(x, w.T),
@@ -317,7 +364,7 @@ def test_contradictions_are_refused(untyped):
 
 shapes = st.sampled_from([(1, 1), (3, 130), (129, 5), (140, 260)])
 dtypes = st.sampled_from([jnp.int8, FP8, FP8_WIDE])
-granularities = st.sampled_from(["tensor", "channel", "piece", "block"])
+granularities = st.sampled_from(["tensor", "channel", "piece", "block", "mx"])
 
 
 @settings(derandomize=True, deadline=None, max_examples=24)

@@ -1,6 +1,7 @@
 """The state between steps, by its place and its dtype: --offload optimizer, and --weights-dtype bfloat16."""
 
 import functools
+import re
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +20,7 @@ from train.planning import ahead
 from train.state import offload
 from train.state.optim import OPTIMIZERS, rounded
 from train.state.rounding import rounded_like, stochastic
-from train.state.state import Lora, StateOptions, abstract_state, init_state
+from train.state.state import Lora, StateOptions, TrainState, abstract_state, init_state
 from train.step.update import updated
 from train.watch import memory
 from zoo.mesh import make_mesh
@@ -164,7 +165,8 @@ def test_places_on_gpus_that_are_not_here():
 # -------------------------------------------------------------------------------------------------- --weights-dtype
 
 
-def test_the_mean_of_many_roundings_is_the_value():
+@pytest.mark.parametrize("over", ["places", "steps"])
+def test_the_mean_of_many_roundings_is_the_value(over):
     """The mean is within five standard deviations of the value, and each rounded number is one of the two nearest."""
     count = 40_000
     parts = np.array([0, 1 / 65536, 0.1, 0.25, 0.5, 0.75, 65535 / 65536])
@@ -173,7 +175,12 @@ def test_the_mean_of_many_roundings_is_the_value():
         further = (low.view(np.uint16) + np.uint16(1)).view(jnp.bfloat16)
         low, further = low.astype(np.float64), further.astype(np.float64)
         values = (low + parts * (further - low)).astype(np.float32)
-        found = np.asarray(stochastic(jnp.tile(values, (count, 1)), jax.random.key(3))).astype(np.float64)
+        if over == "places":
+            found = stochastic(jnp.tile(values, (count, 1)), jnp.uint32(3))
+        else:
+            old = jnp.zeros(len(parts), jnp.bfloat16)
+            found = jax.jit(jax.vmap(rounded_like, (None, None, 0)))(old, jnp.asarray(values), jnp.arange(count))
+        found = np.asarray(found).astype(np.float64)
         assert np.isin(found, [low, further]).all()
         share = (values - low) / (further - low)
         error = np.mean(found == further, axis=0) - share
@@ -183,9 +190,34 @@ def test_the_mean_of_many_roundings_is_the_value():
 def test_exact_values_stay():
     every = jnp.arange(2**16, dtype=jnp.uint16)
     values = jax.lax.bitcast_convert_type(every, jnp.bfloat16).astype(jnp.float32)
-    kept = stochastic(values, jax.random.key(0))
+    kept = stochastic(values, jnp.uint32(0))
     nan = jnp.isnan(values)
     assert (jax.lax.bitcast_convert_type(kept, jnp.uint16) == every)[~nan].all() and jnp.isnan(kept[nan]).all()
+
+
+def test_neighbours_steps_and_arrays_are_rounded_independently():
+    """Halves are rounded up or down: no two of these 2^16 decisions agree more or less often than by chance."""
+    old = {name: jnp.zeros((256, 256), jnp.bfloat16) for name in "ab"}
+    half = jax.tree.map(lambda a: jnp.full(a.shape, 1.00390625), old)  # half a unit above 1
+    now, later = (jax.jit(rounded_like)(old, half, jnp.int32(step)) for step in (1000, 1001))
+    up = lambda a: np.asarray(a > 1).astype(np.float64) * 2 - 1
+    a = up(now["a"])
+    pairs = [(a, up(now["b"])), (a, up(later["a"]))]
+    pairs += [(a[:-n], a[n:]) for n in (1, 2, 64)] + [(a[:, :-n], a[:, n:]) for n in (1, 2, 64)]
+    assert all(abs((one * other).mean()) < 5 * one.size**-0.5 for one, other in pairs)
+
+
+def test_the_update_has_no_generator_of_random_numbers():
+    """Random bits are made in the loop that updates the weights: the program writes none of them."""
+    optimizer = OPTIMIZERS["adamw"](optax.constant_schedule(1e-3))
+    model = Linear(64, 32, bias=False, key=jax.random.key(0))
+    model = eqx.tree_at(lambda m: m.weight, model, replace_fn=lambda weight: weight.astype(jnp.bfloat16))
+    state = TrainState(jnp.int32(0), model, optimizer.init(jax.tree.map(lambda a: a.astype(jnp.float32), model)))
+    step = functools.partial(updated, optimizer=optimizer, rebalance=lambda model: model)
+    lowered = jax.jit(step).lower(state, model, jnp.float32(1), jnp.bool(True))
+    assert "threefry" not in lowered.as_text() and "rng" not in lowered.as_text()
+    written = [line for line in lowered.compile().as_text().splitlines() if re.search(r"= u\d+\[32,64\]", line)]
+    assert not any("fusion(" in line for line in written)
 
 
 def test_random_bits_follow_from_the_step_and_the_array():

@@ -51,6 +51,15 @@ def test_it_computes_nearly_the_same(model, dtype, off):
     assert 0 < np.abs(got - want).mean() < off * np.abs(want).mean()
 
 
+def test_mxfp8_computes_nearly_the_same_or_names_the_matrix(load):
+    """The embedded model's matrices have sides of multiples of 32."""
+    model = zoo.load("tiny", dtype="float32")
+    want, got = (np.asarray(forward(m, TOKENS)) for m in (model, quantize_training(model, "mxfp8")))
+    assert 0 < np.abs(got - want).mean() < 0.3 * np.abs(want).mean()
+    with pytest.raises(ValueError, match=r"layers.period.0.self_attn.k_proj is 16 x 32. Take --matmul fp8"):
+        quantize_training(load("qwen2"), "mxfp8")
+
+
 def test_it_is_saved_as_it_was(model, tmp_path):
     for name, each in (("plain", model), ("quantized", quantize_training(model, "fp8"))):
         zoo.save(each, tmp_path / name)

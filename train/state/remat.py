@@ -35,10 +35,11 @@ class StepOptions(OptionGroup):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the forward and backward pass; for weights see --weights-dtype. auto: bfloat16, but float32 on a
     CPU."""
-    matmul: Literal["float", "int8", "fp8"] = option("float", rare=True)
+    matmul: Literal["float", "int8", "fp8", "mxfp8"] = option("float", rare=True)
     """Data type in which the layers' linear maps are multiplied. float: --compute-dtype. int8 and fp8: weights and
-    activations are rounded row by row; fp8 rounds the backward pass, too, with one scale a tensor. The weights are kept
-    in --weights-dtype. Embedding, head and routers are not rounded, nor are the gradients of experts."""
+    activations are rounded row by row; fp8 rounds the backward pass, too, with one scale a tensor. mxfp8: both
+    passes have a scale for 32 neighbours, as Blackwell multiplies them, and experts are as with fp8. The weights are
+    kept in --weights-dtype. Embedding, head and routers are not rounded, nor are the gradients of experts."""
     remat: str = option("dots", identity=False)
     """Values that the backward pass recomputes to save memory. none: nothing. dots: all but matrix products, attention
     and recurrences. attention: whole layers but attention. full: whole layers. offload: whole layers, whose inputs are
