@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import kernels
 import train.tiny
 import zoo
-from kernels.mesh import CONTEXT
+from kernels.mesh import BATCH, CONTEXT
 from train.base.command import command
 from train.base.options import Flat, Group, option
 from train.data.packing import DATE, TEXT, PackingOptions, file_hashes, fingerprint, tokenizer_hash
@@ -35,6 +35,7 @@ from train.data.sets import DataOptions, open_data
 from train.data.store import is_store
 from train.methods import on_policy, teacher
 from train.methods.alignment import Alignment, tokens_of
+from train.methods.texts import rows_of
 from train.run import finetune, folder, report
 from train.run.defaults import resolve_steps, width_lr
 from train.state.mesh import put_batch
@@ -218,9 +219,10 @@ def learn_on_policy(o: DistillOptions) -> None:
 
     # ----------------------------------------------------------------------------------------------------------- data
     room = seq_len + 1 - own.max_new_tokens
+    parts, shares = o.step.microbatches, math.prod(mesh.shape[axis] for axis in BATCH)
     rows = on_policy.Rows(
-        tokenizer, config.vocab_size, names, others, own.hint, own.on_policy < 1, batch, seq_len, room,
-        o.step.microbatches,
+        tokenizer, config.vocab_size, names, others, own.hint, own.on_policy < 1, rows_of(batch, shares * parts),
+        seq_len, room, parts,
     )  # fmt: skip
     if stores := [path for path in o.data if is_store(path)]:
         raise ValueError(f"--on-policy reads records, and {stores[0]} is a prepared store; give the files that it has.")
@@ -255,7 +257,7 @@ def learn_on_policy(o: DistillOptions) -> None:
             on_policy.rollout, options=own, temperature=o.temperature, rows=rows, measure=measure, mesh=mesh,
             dtype=dtype, seed=o.seed,
         ),
-        example=rows.padding(),
+        example=rows.padding(batch),
     )  # fmt: skip
     finetune.run(o, model, mesh, tokenizer, task, data=source)
 

@@ -1,6 +1,7 @@
 """Distillation on policy: divergences from teachers, rows of completions, tokens aligned by text, and the script."""
 
 import functools
+import itertools
 import json
 import string
 
@@ -146,11 +147,11 @@ def test_a_teacher_with_other_tokens(made):
 
 
 def test_rows(both):
-    """A row has a prompt with a completion, of which the completion is learnt."""
+    """A document has a prompt with a completion, of which the completion is learnt."""
     made = rows(both[0])
     question = made.question(Record("here", {"prompt": "abc ", "completion": "ABC"}))
     batch, share = made.batch([question], [question.completion])
-    assert share == 1.0 and made.fits(question) and batch.keys() == made.padding().keys()
+    assert share == 1.0 and made.fits(question) and batch.keys() == made.padding(2).keys()
     ids = [*both[0].encode("abc ABC"), 63]
     assert batch["tokens"][0, :7].tolist() == ids[:-1] and batch["targets"][0, :7].tolist() == ids[1:]
     assert batch["loss_mask"].tolist() == [[0] * 3 + [1] * 4 + [0] * 9, [0] * 16]
@@ -180,18 +181,56 @@ def test_teachers_of_records(both):
         record("x/b.jsonl, line 1"),
         record("x/words.jsonl, line 1"),
         record("b.jsonl, line 2", teacher="words"),
+        record("b.jsonl, line 3"),
     ]
-    assert [question.teacher for question in questions] == [1, 0, 0]
+    assert [question.teacher for question in questions] == [1, 0, 0, 1]
     batch, _ = made.batch(questions, [question.completion for question in questions])
-    learnt = batch["loss_mask"].any(axis=1)
-    assert batch["teacher"][:, 0].tolist() == [0, 1, 0, 0] and learnt.tolist() == [
-        True,
-        True,
-        True,
-        False,
-    ]  # parts: 02, 13
+    teachers = [set(row[mask == 1].tolist()) for row, mask in zip(batch["teacher"], batch["loss_mask"], strict=True)]
+    assert teachers == [{0}, {1}, {0}, {1}]  # parts: 02, 13
     with pytest.raises(ValueError, match=r"no --teacher is named 'c'; .* is one of words, b"):
         record("c.jsonl, line 1")
+
+
+def test_packed_completions_are_learnt_as_unpacked_ones(folder, both, model):
+    """Loss and gradients equal those of a row for each completion, with hints and teachers of same and other tokens."""
+    usual = dict(hint="hint", teachers=["same", "other"], tokenizers=[None, both[1]], room=16)
+    words = ("ab", "c"), ("d", "efg"), ("hab", "i"), ("j", "kl"), ("mnopq", "r"), ("s", "tab")
+    teachers = itertools.cycle(["same", "other", "other"])
+    records = [
+        Record("here", {"prompt": prompt, "completion": answer, "teacher": name, "hint": 2 * answer})
+        for (prompt, answer), name in zip(words, teachers, strict=False)
+    ]
+
+    def made(**changes):
+        made = rows(both[0], **usual | changes)
+        questions = [made.question(record) for record in records]
+        batch, share = made.batch(questions, [question.completion for question in questions])
+        width = lambda name: 32 if name.startswith("teacher_") and name != "teacher_at" else 16
+        pad = lambda name, a: np.pad(a, ((0, 6 - len(a)), (0, width(name) - a.shape[1])))
+        return {name: pad(name, a) for name, a in batch.items()}, share
+
+    (shared, share), (alone, same_share) = made(rows=2, parts=2), made(rows=6)
+    assert shared["segments"].max(axis=1).sum() == 6 and alone["segments"].max() == 1 and share == same_share < 1
+    assert shared["teacher_segments"].max(axis=1).sum() == 6 and shared["tokens"].shape == alone["tokens"].shape
+    assert shared["loss_mask"].sum() == alone["loss_mask"].sum() > 10
+    random = np.random.RandomState(0)
+    other = Bigram(jnp.asarray(2 * random.normal(size=(64, 64)), jnp.float32))
+    aligned = alignment.Alignment.of(*both)
+    ids = [jnp.asarray(each) for each in (aligned.ours, aligned.theirs, aligned.our_ends, aligned.their_ends)]
+    same = jax.tree.map(lambda a: a + 0.1 * jnp.asarray(random.normal(size=a.shape), a.dtype), model)
+    teachers = Teachers((Teacher(same), Teacher(other, (ids[0], ids[1]), (ids[2], ids[3]))))
+    o = distill.DistillOptions.of(teacher="t", beta=0.3, on_policy=1.0)
+
+    @jax.jit
+    @jax.value_and_grad
+    def mean(model, batch):
+        total, count, *_ = distill.objective(model, batch, teachers, options=o)
+        return total / count.astype(jnp.float32)
+
+    (value, gradients), (expected, of_each) = mean(model, shared), mean(model, alone)
+    close(value, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradients, of_each)
+    assert value > 0.1 and max(float(abs(g).max()) for g in jax.tree.leaves(gradients)) > 0.01
 
 
 def test_alignment(both):

@@ -2,7 +2,8 @@
 
 A teacher may be a larger model, one of several, the model that the student began as with a hint in its prompt, or a
 model with another tokenizer. The first reads the student's rows. The others need rows of their own, whose places
-"teacher_at" say which of their tokens predicts the same as one of the student's.
+"teacher_at" say which of their tokens predicts the same as one of the student's. Completions share rows
+(`train.methods.texts`).
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ from train.data.prompts import Prompt, encode
 from train.data.records import Record
 from train.methods import alignment
 from train.methods.rollouts import RolloutOptions, sampled
+from train.methods.texts import Text, few, packed
 from train.state.mesh import balanced, positions_of
 from train.step import loss
 from train.step.language import features
@@ -69,7 +71,7 @@ class Teacher(eqx.Module):
 
 
 class Teachers(eqx.Module):
-    """The teachers of a run. A row with the number n in "teacher" learns from the n-th."""
+    """The teachers of a run. A token with the number n in "teacher" learns from the n-th."""
 
     each: tuple[Teacher, ...]
 
@@ -83,9 +85,9 @@ class Teachers(eqx.Module):
         temperature: float,
         top_k: int | None,
     ) -> Float[Array, "batch seq"]:
-        """Computes the divergence from the row's teacher at each target; see `train.step.loss.divergence`.
+        """Computes the divergence from the token's teacher at each target; see `train.step.loss.divergence`.
 
-        A teacher that no row has is skipped.
+        A teacher that no token has is skipped.
 
         Args:
             x: the student's features.
@@ -174,9 +176,10 @@ class Rows:
         tokenizers: for each teacher its tokenizer, or None if it has the student's tokens.
         hint: see `OnPolicyOptions`.
         completions: whether records have completions to learn from.
-        rows: the number of rows of a batch. Those beyond the questions are padding.
+        rows: the number of rows of a batch, a multiple of `parts`.
+        seq_len: the largest number of tokens of a prompt with its completion, the last one aside.
         room: the largest number of tokens of a prompt.
-        parts: the number of microbatches. A part gets rows of few teachers.
+        parts: the number of microbatches. A part gets texts of few teachers.
     """
 
     tokenizer: Tokenizer
@@ -213,52 +216,86 @@ class Rows:
         """Whether both prompts leave room for a completion."""
         return max(len(question.prompt.ids), len(question.its_prompt)) <= self.room
 
-    def padding(self) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
-        """Makes a batch of padding."""
+    def padding(self, rows: int) -> dict[str, Shaped[np.ndarray, "rows seq"]]:
+        """Makes a batch of padding: so many rows of the largest length."""
         names = ["tokens", "targets", "loss_mask", "segments", "positions"]
         names += ["teacher"] * (len(self.teachers) > 1)
-        if self.hint is not None or any(self.tokenizers):
-            names += ["teacher_tokens", "teacher_segments", "teacher_positions", "teacher_at"]
-        return {name: np.zeros((self.rows, self.seq_len), np.int32) for name in names}
+        names += ["teacher_tokens", "teacher_segments", "teacher_positions", "teacher_at"] * self._has_views
+        return {name: np.zeros((rows, self.seq_len), np.int32) for name in names}
 
     def batch(
         self, questions: Sequence[Question], completions: Sequence[Sequence[int]]
-    ) -> tuple[dict[str, Shaped[np.ndarray, "rows seq"]], float]:
-        """Makes a batch of prompts with completions. Also returns the share of the completions' tokens to learn."""
-        rows, learnt = self.padding(), 0
-        # `train.step.microbatches.split` gives a part every so many rows.
-        places = np.arange(self.rows).reshape(-1, self.parts).T.reshape(-1).tolist()
-        by_teacher = sorted(range(len(questions)), key=lambda n: questions[n].teacher)
-        for row, n in zip(places, by_teacher, strict=False):
-            question, drawn = questions[n], list(completions[n])
-            tokens = (question.prompt.ids + drawn)[: self.seq_len + 1]
-            start, end = len(question.prompt.ids) - 1, len(tokens) - 1
-            rows["tokens"][row, :end], rows["targets"][row, :end] = tokens[:-1], tokens[1:]
-            rows["segments"][row, :end], rows["positions"][row, :end] = 1, np.arange(end)
-            if "teacher" in rows:
-                rows["teacher"][row] = question.teacher
-            if "teacher_at" not in rows:
-                rows["loss_mask"][row, start:end] = 1
-            else:
-                self._add_view(rows, row, question, drawn)
-            learnt += int(rows["loss_mask"][row].sum())
-        return rows, learnt / max(1, sum(map(len, completions)))
+    ) -> tuple[dict[str, Shaped[np.ndarray, "rows ..."]], float]:
+        """Packs prompts with completions into rows. Also returns the share of the completions' tokens to learn."""
+        texts = []
+        for n, (question, drawn) in enumerate(zip(questions, completions, strict=True)):
+            tokens, end = [*question.prompt.ids, *drawn], self.seq_len + 1
+            logprobs = [None] * len(question.prompt.ids) + [0.0] * len(drawn)  # 0: of drawn tokens, and unused
+            texts.append(Text(tokens[:end], logprobs[:end], float(n)))  # "advantages" then say whose target it is
+        rows = self._packed(texts, [question.teacher for question in questions])
+        number = rows.pop("advantages").astype(np.int32)
+        del rows["old"]
+        if len(self.teachers) > 1:
+            rows["teacher"] = np.array([question.teacher for question in questions], np.int32)[number]
+        if self._has_views:
+            rows |= self._views(questions, completions, np.where(rows["loss_mask"] != 0, number, -1))
+        return rows, int(rows["loss_mask"].sum()) / max(1, sum(map(len, completions)))
 
-    def _add_view(
-        self, rows: dict[str, Shaped[np.ndarray, "rows seq"]], row: int, question: Question, drawn: list[int]
-    ) -> None:
-        """Adds the teacher's tokens to a row, and the mask of the targets that it predicts, too."""
-        other = self.tokenizers[question.teacher]
-        found, pairs = drawn, [(n, n) for n in range(len(drawn))]
-        if other is not None:
-            found, pairs = alignment.matches(self.tokenizer, question.prompt.ids, drawn, other, question.its_prompt)
-        read = (question.its_prompt + found)[: self.seq_len]
-        start, its_start, size = len(question.prompt.ids) - 1, len(question.its_prompt) - 1, len(read)
-        rows["teacher_tokens"][row, :size], rows["teacher_segments"][row, :size] = read, 1
-        rows["teacher_positions"][row, :size] = np.arange(size)
-        for n, m in pairs:
-            if start + n < self.seq_len and its_start + m < self.seq_len:
-                rows["teacher_at"][row, start + n], rows["loss_mask"][row, start + n] = its_start + m, 1
+    def _packed(self, texts: Sequence[Text], teachers: Sequence[int]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
+        """Packs texts into rows. With several teachers each microbatch gets texts of few, with about as many tokens."""
+        if len(self.teachers) == 1:
+            return packed(texts, self.rows, self.tokenizer)
+        order = np.argsort(teachers, kind="stable")
+        sizes = np.array([len(texts[n].tokens) for n in order])
+        sizes = sizes + sizes.mean() / 4  # so that no part gets more short texts than its rows may have
+        ends = np.cumsum(sizes)
+        part = ((ends - sizes / 2) * self.parts / ends[-1]).astype(int)
+        found = [
+            packed([texts[n] for n in order[part == k]], self.rows // self.parts, self.tokenizer)
+            for k in range(self.parts)
+        ]
+        longest = max(each["tokens"].shape[1] for each in found)
+        wide = [{name: _padded(a, longest) for name, a in each.items()} for each in found]
+        # `train.step.microbatches.split` gives a part every so many rows.
+        return {name: np.stack([each[name] for each in wide], axis=1).reshape(self.rows, -1) for name in wide[0]}
+
+    @property
+    def _has_views(self) -> bool:
+        """Whether teachers need rows of their own."""
+        return self.hint is not None or any(self.tokenizers)
+
+    def _views(
+        self, questions: Sequence[Question], completions: Sequence[Sequence[int]], number: Int[np.ndarray, "rows seq"]
+    ) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
+        """Makes the teachers' rows, which have the same texts as the student's, and the mask of what both predict.
+
+        Args:
+            number: the number of the text whose target this is; -1: it was not drawn.
+        """
+        read: list[list[list[int]]] = [[] for _ in number]
+        mask, at = np.zeros(number.shape, np.int32), np.zeros(number.shape, np.int32)
+        for n, (question, drawn) in enumerate(zip(questions, map(list, completions), strict=True)):
+            own, places = np.nonzero(number == n)
+            if not len(places):
+                continue
+            row, other = own[0], self.tokenizers[question.teacher]
+            found, pairs = drawn, [(k, k) for k in range(len(drawn))]
+            if other is not None:
+                found, pairs = alignment.matches(self.tokenizer, question.prompt.ids, drawn, other, question.its_prompt)
+            tokens, start = (question.its_prompt + found)[: self.seq_len], len(question.its_prompt) - 1
+            for ours, theirs in pairs:
+                if ours < len(places) and start + theirs < len(tokens):
+                    mask[row, places[ours]] = 1
+                    at[row, places[ours]] = sum(map(len, read[row])) + start + theirs
+            read[row].append(tokens)
+        views = np.zeros((3, len(read), few(max(sum(map(len, row)) for row in read))), np.int32)
+        for row, texts in enumerate(read):
+            end = 0
+            for segment, tokens in enumerate(texts, 1):
+                here, end = slice(end, end + len(tokens)), end + len(tokens)
+                views[:, row, here] = tokens, [segment] * len(tokens), np.arange(len(tokens))
+        names = ("teacher_tokens", "teacher_segments", "teacher_positions")
+        return dict(zip(names, views, strict=True)) | {"teacher_at": at, "loss_mask": mask}
 
     def _teacher(self, record: Record) -> int:
         if len(self.teachers) == 1:
@@ -270,6 +307,11 @@ class Rows:
                 f"is one of {', '.join(self.teachers)}."
             )
         return self.teachers.index(name)
+
+
+def _padded(array: Shaped[np.ndarray, "rows seq"], seq: int) -> Shaped[np.ndarray, "rows longer"]:
+    """Pads rows to the length `seq`."""
+    return np.pad(array, ((0, 0), (0, seq - array.shape[1])))
 
 
 def hinted(record: Record, field: str, prompt: Prompt, tokenizer: Tokenizer) -> Record:
