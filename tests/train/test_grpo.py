@@ -286,10 +286,10 @@ def test_exact_rollouts(folder):
 
 
 def test_numbers_of_rows(folder):
-    assert [few(n) for n in (0, 1, 16, 17, 500, 513, 1024, 1025)] == [16, 16, 16, 32, 512, 544, 1024, 1088]
+    assert [few(n) for n in (0, 1, 16, 17, 500, 513, 1024, 1025)] == [8, 8, 16, 24, 512, 544, 1024, 1088]
     assert [rows_of(n, 2) for n in (1, 32, 33, 64)] == [2, 2, 4, 4]
-    with pytest.raises(ValueError, match=r"65 texts do not fit 1 rows of at most 64.*fewer --turns"):
-        packed(random_texts([2] * 65), 1, zoo.tokenizer(folder / "model"))
+    with pytest.raises(ValueError, match=r"129 texts do not fit 1 rows of at most 128.*fewer --turns"):
+        packed(random_texts([2] * 129), 1, zoo.tokenizer(folder / "model"))
     batch = {"tokens": np.ones((3, 2), int), "segments": np.ones((3, 2), int), "loss_mask": np.ones((3, 2), int)}
     filled = filled_up(batch, 4)
     assert len(filled["tokens"]) == 4 and filled["segments"].sum() == filled["loss_mask"].sum() == 6

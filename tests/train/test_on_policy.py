@@ -154,7 +154,7 @@ def test_rows(both):
     assert share == 1.0 and made.fits(question) and batch.keys() == made.padding(2).keys()
     ids = [*both[0].encode("abc ABC"), 63]
     assert batch["tokens"][0, :7].tolist() == ids[:-1] and batch["targets"][0, :7].tolist() == ids[1:]
-    assert batch["loss_mask"].tolist() == [[0] * 3 + [1] * 4 + [0] * 9, [0] * 16]
+    assert batch["loss_mask"].tolist() == [[0] * 3 + [1] * 4 + [0], [0] * 8]
     assert batch["segments"].sum() == 7 and batch["positions"][0, 6] == 6
 
 
@@ -248,7 +248,7 @@ def test_alignment(both):
     batch, share = made.batch(
         [made.question(Record("", {"prompt": "abc ", "completion": "ab"}))], [[*ours.encode("ab"), 63]]
     )
-    assert share == pytest.approx(2 / 3) and batch["loss_mask"][0].tolist() == [0] * 3 + [1, 0, 1] + [0] * 10
+    assert share == pytest.approx(2 / 3) and batch["loss_mask"][0].tolist() == [0] * 3 + [1, 0, 1] + [0] * 2
     assert batch["teacher_at"][0, [3, 5]].tolist() == [2, 3]  # its prompt has the tokens ab, c and a space
 
 

@@ -13,7 +13,7 @@ from zoo.nn.model import Images
 from zoo.text.tokenizer import Tokenizer
 
 
-TEXTS = 64  # largest number of texts in a row
+TEXTS = 128  # largest number of texts in a row
 SHARING = 16  # texts that share a row on average, so that rows can be filled evenly
 WORTH = 0.2  # least share of all tokens that branches have to save: cuDNN's attention, the fastest, knows no branches
 
@@ -213,9 +213,9 @@ def _images(row: Sequence[Text]) -> Images | None:
 
 
 def few(length: int) -> int:
-    """Rounds the length of rows up to a multiple of 16, and of a power of two that is at most a sixteenth of it.
+    """Rounds the length of rows up to a multiple of 8, and of a power of two that is at most a sixteenth of it.
 
     So few lengths are compiled, at most sixteen between one and its double, and few tokens are padding.
     """
-    unit = max(16, 1 << max(0, (length - 1).bit_length() - 5))
+    unit = max(8, 1 << max(0, (length - 1).bit_length() - 5))
     return max(unit, math.ceil(length / unit) * unit)
