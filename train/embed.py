@@ -193,6 +193,8 @@ def main(o: EmbedOptions) -> None:
         raise ValueError("--loss cosent reads pairs with a score: leave out --negatives.")
     if o.step.microbatches > 1 and (o.router.router_balance or o.router.router_sequence or o.router.router_z):
         raise ValueError("--microbatches: the losses of routers are not computed in parts; leave one of both out.")
+    if o.step.microbatches > 1 and o.optim.qk_clip:
+        raise ValueError("--microbatches: --qk-clip is not computed in parts here; leave one of both out.")
     # The objective reads the batch in parts, so that the loss is that of the whole; --remat auto would choose others.
     parts, remat = o.step.microbatches, "dots" if o.step.remat == "auto" else o.step.remat
     o = o.changed(microbatches=1, remat=remat)

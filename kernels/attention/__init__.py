@@ -1,12 +1,14 @@
 """Attention of all queries of a batch over all keys, forward and backward: the signature and its meaning."""
 
 import functools
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from kernels import dispatch
+from kernels.attention import logits
 from kernels.attention.entry import cast, check, complete, over_cache
 from kernels.masks import Causal, Chunk, Full, Mask, Window
 from kernels.mesh import split_attention
@@ -84,7 +86,7 @@ def attention(
         dispatch.run, "attention", implementation, first=first, scale=scale, mask=mask, softcap=softcap
     )
     grows = Causal in mask and Window not in mask and Chunk not in mask
+    tokens: Any = dict(q_tokens=q_tokens, kv_tokens=kv_tokens, grows=grows)
     with scope:
-        return split_attention(
-            attend, q, keys, values, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens, grows=grows
-        )
+        logits.record(q, keys, scale=scale, mask=mask, **tokens)
+        return split_attention(attend, q, keys, values, sinks=sinks, **tokens)

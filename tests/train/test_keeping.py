@@ -102,13 +102,14 @@ def test_one_parameter_after_another(name):
     model = placed()
     gradients = jax.tree.map(lambda a: jnp.sin(7 * a), model)
     rebalance = lambda m: eqx.tree_at(lambda m: m.bias.value, m, m.bias.value + 1)
-    step = jax.jit(functools.partial(updated, optimizer=optimizer, rebalance=rebalance))
+    clip = lambda m: eqx.tree_at(lambda m: m.head.weight, m, m.head.weight * 0.5)
+    step = jax.jit(functools.partial(updated, optimizer=optimizer, rebalance=rebalance, clip=clip))
     here, away = (init_state(model, optimizer, StateOptions(offload=kind)) for kind in ("none", "optimizer"))
     kinds = jax.tree.map(lambda a: a.sharding.memory_kind, away)
     assert kinds.model.layer.weights.weight == kinds.model.head.weight == "pinned_host"
     assert kinds.model.bias.value == kinds.step == "device"
     at = jax.tree.map(lambda a: a.sharding, away)
-    moved = jax.jit(functools.partial(updated, optimizer=optimizer, rebalance=rebalance), out_shardings=at)
+    moved = jax.jit(functools.partial(updated, optimizer=optimizer, rebalance=rebalance, clip=clip), out_shardings=at)
     for fine in (True, False, True):
         here = step(here, gradients, jnp.float32(2.0), jnp.bool_(fine))
         away = moved(away, gradients, jnp.float32(2.0), jnp.bool_(fine))

@@ -24,6 +24,7 @@ from train.state.offload import is_on_host
 from train.state.optim import OptimizerOptions, make_optimizer
 from train.state.remat import remat_of
 from train.state.state import Lora, StateOptions, abstract_state, moment_sharding
+from train.step.clip import check_qk_clip
 from train.step.language import cross_entropy
 from train.step.step import Objective, Recipe, jit_train_step
 from zoo import lora, quantized
@@ -129,9 +130,10 @@ def training(
         data |= dict(patches=of_rows(jnp.float32, *size), grids=of_rows(jnp.int32, 2), image=rows, feature=rows)
     state, data, rest, reference = explicit((state, data, frozen_weights, reference))
     with jax.set_mesh(mesh):
+        check_qk_clip(optimization.qk_clip, trained, frozen_weights)
         recipe = Recipe(
             optimizer=transform, schedule=schedule, compute_dtype=jnp.bfloat16, objective=objective,
-            remat=remat_of(remat), microbatches=microbatches,
+            remat=remat_of(remat), microbatches=microbatches, qk_clip=optimization.qk_clip,
         )  # fmt: skip
         step = jit_train_step(state, recipe)
     kinds = {"parameters": lora.combine(state.model, rest), "optimizer": state.opt_state, "batch": data}

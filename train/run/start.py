@@ -24,6 +24,7 @@ from train.state.mesh import put_batch
 from train.state.offload import to_device
 from train.state.remat import remat_of
 from train.state.state import Trained, TrainState, abstract_state, init_state
+from train.step.clip import check_qk_clip
 from train.step.router import rebalancing
 from train.step.step import Recipe, jit_train_step
 from train.step.task import Task
@@ -86,11 +87,13 @@ def start(
     held = abstract, trained.frozen, task.reference, task.beside
     options = options.changed(step=resolve_remat(options.step, options.state, trained, mesh, held))
     validation = Validation(options.validation, task, trained.config, tokenizer, mesh, options.step.compute_dtype)
+    check_qk_clip(options.optim.qk_clip, trained.abstract, trained.frozen)
     recipe = Recipe(
         optimizer=optimizer, schedule=schedule, compute_dtype=jnp.dtype(options.step.compute_dtype),
         objective=task.objective, remat=remat_of(options.step.remat), microbatches=options.step.microbatches,
         router_balance=router.router_balance, router_sequence=router.router_sequence, router_z=router.router_z,
         rebalance=rebalancing(router, family_of(trained.config), adapters=trained.adapters),
+        qk_clip=options.optim.qk_clip,
     )  # fmt: skip
     out, told = folder.run_folder(options, manifest), report.overview(options, trained, mesh)
     if jax.process_index() == 0:

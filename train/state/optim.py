@@ -51,6 +51,9 @@ class OptimizerOptions(OptionGroup):
     -1: 0.1, but 0 for adapters."""
     clip_norm: float = option(1.0, rare=True)
     """Largest global norm of the gradients; larger gradients are scaled down to it."""
+    qk_clip: float = option(0.0, rare=True)
+    """Largest attention logit of a head: where a step exceeds it, the head's queries and keys are scaled down after the
+    update (QK-clip); 100 in Kimi K2. 0: without it. See docs/optimizers.md."""
     retired: ClassVar[Mapping[str, str]] = {
         "rewarm": "the learning rate jumps if the new schedule is above the old one; a new run from the exported model "
         "has a --warmup."

@@ -70,5 +70,11 @@ def router_loss(
     return mean_of_layers([weighted(routing) for routing in routings])
 
 
+def router_metrics(reports: Reports) -> dict[str, Float[Array, ""]]:
+    """Returns "balance", the mean of the layers' `Routing.imbalance`, if any layer has a router."""
+    routings = routings_of(reports)
+    return {"balance": mean_of_layers([routing.imbalance() for routing in routings])} if routings else {}
+
+
 def mean_of_layers(values: Sequence[Float[Array, "*layers"]]) -> Float[Array, ""]:
     return jnp.mean(jnp.concatenate([value.reshape(-1) for value in values]))

@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Int, Num, Shaped
 from kernels.backends.compile_options import compile_options
 from train.state.offload import to_device
 from train.state.state import TrainState
+from train.step.clip import clipped, logit_metrics, recorded
 from train.step.microbatches import per, split, summed
-from train.step.router import mean_of_layers, router_loss, routings_of
+from train.step.router import router_loss, router_metrics, routings_of
 from train.step.update import Check, check_step, updated
 from zoo.lora import combine
 from zoo.nn.model import AbstractModel
@@ -71,6 +72,8 @@ class Recipe:
     """Weight of a mixture's router z-loss, a mean over the layers."""
     rebalance: Callable[[Any, Any], Any] | None = None
     """Makes a new model from the updated one and its routers' reports, such as `zoo.nn.routing.rebalance`."""
+    qk_clip: float = 0.0
+    """Largest attention logit of a head without QK-clip (see `train.step.clip`); 0: logits are not recorded."""
 
 
 def train_step(
@@ -89,7 +92,7 @@ def train_step(
     Returns the new state, and the metrics: the objective's sums divided by its count, without the routers' losses,
     "grad_norm" (before clipping), "learning_rate", "tokens" (without padding), "targets", and the flags of
     `check_step`. A mixture of experts also has "balance", the mean of its layers' `Routing.imbalance`, which is 1 if
-    all experts are used alike.
+    all experts are used alike; QK-clip has "attention_logit", the largest of all heads before the update.
 
     A step that `check_step` rejects is skipped: only the number of the step and the place in the schedule change.
     """
@@ -99,6 +102,7 @@ def train_step(
 
     def evaluate(parameters: Any, part: Batch, means: Scalars | None = None) -> Losses:
         model = combine(eqx.combine(parameters, rest), cast(frozen, recipe.compute_dtype))
+        model = recorded(model) if recipe.qk_clip else model
         return recipe.objective(with_remat(model, recipe.remat), part, reference, means)
 
     gradients, means, reports = mean_gradients(recipe, evaluate, parameters, batch, tokens)
@@ -112,10 +116,10 @@ def train_step(
         "targets": jnp.sum(batch["loss_mask"] != 0),
         **flags,
     }
-    if routings := routings_of(reports):
-        metrics["balance"] = mean_of_layers([routing.imbalance() for routing in routings])
+    metrics |= router_metrics(reports) | logit_metrics(reports)
     rebalance = lambda model: recipe.rebalance(model, reports) if recipe.rebalance else model
-    state = updated(state, gradients, norm, good, optimizer=recipe.optimizer, rebalance=rebalance)
+    clip = lambda parameters: clipped(parameters, reports, recipe.qk_clip) if recipe.qk_clip else parameters
+    state = updated(state, gradients, norm, good, optimizer=recipe.optimizer, rebalance=rebalance, clip=clip)
     return state, metrics
 
 

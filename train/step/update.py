@@ -69,12 +69,14 @@ def updated(
     *,
     optimizer: optax.GradientTransformation,
     rebalance: Callable[[Any], Any],
+    clip: Callable[[Any], Any] = lambda parameters: parameters,
 ) -> TrainState:
     """Returns the state after a step: updated by the gradients if the step is `fine`, or else `skipped`.
 
     Args:
         norm: the global norm of the gradients.
         rebalance: is called with the updated model, and returns a model with other routers' biases.
+        clip: is called with the updated parameters, in float32, and returns others.
     """
     transform = optax.with_extra_args_support(optimizer)
 
@@ -82,7 +84,7 @@ def updated(
         parameters, fixed = eqx.partition(state.model, eqx.is_inexact_array)
         exact = cast(parameters, jnp.float32)
         updates, opt_state = transform.update(cast(gradients, jnp.float32), state.opt_state, exact, norm=norm)
-        new = rounded_like(parameters, optax.apply_updates(exact, updates), state.step)
+        new = rounded_like(parameters, clip(optax.apply_updates(exact, updates)), state.step)
         return TrainState(state.step + 1, eqx.combine(new, fixed), opt_state)
 
     def balanced(state: TrainState, gradients: Any) -> TrainState:

@@ -23,8 +23,8 @@ from train.base.flops import peak_flops
 
 
 def mean_of_updates(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Combines the metrics of a step's updates: sums of tokens and targets, all of "finite", and means of the rest."""
-    together = {"tokens": np.sum, "targets": np.sum, "finite": np.all}
+    """Combines the metrics of a step's updates: means, but sums of tokens and targets, and the largest logit."""
+    together = {"tokens": np.sum, "targets": np.sum, "finite": np.all, "attention_logit": np.max}
     return {name: together.get(name, np.mean)([update[name] for update in updates]) for name in updates[0]}
 
 

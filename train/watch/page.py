@@ -32,7 +32,7 @@ SECTIONS = {
     "Rewards": ("reward", "*reward*", "pass@*", "length", "ended", "turns", "tool_calls", "tool_errors", "truncated",
                 "branches", "entropy", "*kl*", "*clip*"),
     "Learning": ("loss", "*loss*", "accuracy", "perplexity", "margin", "*divergence*", "eval*", "grad_norm",
-                 "learning_rate"),
+                 "learning_rate", "attention_logit"),
     "Speed and memory": ("tokens_per_second", "*_per_second", "mfu", "goodput*", "*memory*", "*_bytes", "*seconds*",
                          "*time*"),
     "Mixture of experts": ("balance", "router*", "*expert*"),

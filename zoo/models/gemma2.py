@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.fields import fill_layers
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
@@ -74,7 +75,7 @@ CONFIGS = {
 # fmt: on
 
 
-class Attention(eqx.Module):
+class Attention(AbstractGroupedAttention):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
     v_proj: AbstractLinear

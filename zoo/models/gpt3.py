@@ -20,6 +20,7 @@ import kernels
 from kernels import Tokens
 from kernels.mesh import split_lookup
 from zoo.nn.cache import KV
+from zoo.nn.clip import AbstractScalableAttention
 from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, gelu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import coordinates
@@ -97,7 +98,7 @@ CONFIGS = {
 # fmt: on
 
 
-class Attention(eqx.Module):
+class Attention(AbstractScalableAttention):
     c_attn: AbstractLinear  # queries, keys and values, concatenated
     c_proj: AbstractLinear
     n_head: int = eqx.field(static=True)
@@ -118,6 +119,10 @@ class Attention(eqx.Module):
             cache, k, v, k_at = cache.update(k, v, at)
         y = kernels.attention(q, k, v, at, k_at, scale=q.shape[-1] ** -0.5)
         return self.c_proj(y.reshape(*y.shape[:2], -1)), cache
+
+    def row_factors(self, factor: Float[Array, " heads"]) -> dict[str, Float[Array, " rows"]]:
+        root = jnp.repeat(jnp.sqrt(factor), self.c_attn.shape[-2] // (3 * self.n_head))
+        return {"c_attn": jnp.concatenate([root, root, jnp.ones_like(root)])}
 
 
 class MLP(eqx.Module):

@@ -23,6 +23,7 @@ from kernels import Tokens
 from kernels.sums import spread
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -88,7 +89,7 @@ CONFIGS = {
 # fmt: on
 
 
-class Attention(eqx.Module):
+class Attention(AbstractGroupedAttention):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
     v_proj: AbstractLinear

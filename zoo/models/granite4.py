@@ -23,6 +23,7 @@ from kernels import Tokens
 from kernels.delta_rule.shared import state_products
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache
+from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.fields import fill_layers
 from zoo.nn.layers import (
     AbstractExpertLinear,
@@ -127,7 +128,7 @@ CONFIGS = {
 # fmt: on
 
 
-class Attention(AbstractMixer):
+class Attention(AbstractGroupedAttention, AbstractMixer):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
     v_proj: AbstractLinear

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV
+from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import Llama3Scaling, RopeScaling, Rotary
@@ -108,7 +109,7 @@ CONFIGS = {
 # fmt: on
 
 
-class Attention(eqx.Module):
+class Attention(AbstractGroupedAttention):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
     v_proj: AbstractLinear

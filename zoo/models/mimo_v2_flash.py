@@ -23,6 +23,7 @@ from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.fields import fill_layers
 from zoo.nn.layers import (
     AbstractExpertLinear,
@@ -109,7 +110,7 @@ CONFIGS = {
 # fmt: on
 
 
-class Attention(eqx.Module):
+class Attention(AbstractGroupedAttention):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
     v_proj: AbstractLinear

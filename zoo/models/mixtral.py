@@ -17,6 +17,7 @@ import kernels
 from kernels import Tokens
 from zoo.nn import moe
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
@@ -69,7 +70,7 @@ CONFIGS = {
 # fmt: on
 
 
-class Attention(eqx.Module):
+class Attention(AbstractGroupedAttention):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
     v_proj: AbstractLinear

@@ -29,6 +29,7 @@ from kernels.delta_rule.shared import state_products
 from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.cache import KV, AbstractCache, NoCache
+from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.layers import (
     AbstractExpertLinear,
     AbstractLinear,
@@ -155,7 +156,7 @@ CONFIGS = {
 # fmt: on
 
 
-class Attention(AbstractMixer):
+class Attention(AbstractGroupedAttention, AbstractMixer):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
     v_proj: AbstractLinear

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.clip import AbstractScalableAttention
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import LongRopeScaling, Rotary
@@ -110,7 +111,7 @@ CONFIGS = {
 # fmt: on
 
 
-class Attention(eqx.Module):
+class Attention(AbstractScalableAttention):
     qkv_proj: AbstractLinear  # the queries of all heads, then the keys, then the values
     o_proj: AbstractLinear
     heads: int = eqx.field(static=True)
@@ -138,6 +139,11 @@ class Attention(eqx.Module):
             cache, k, v, k_at = cache.update(k, v, at)
         y = kernels.attention(q, k, v, at, k_at, scale=self.head_dim**-0.5, mask=kernels.sliding(self.window))
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
+
+    def row_factors(self, factor: Float[Array, " heads"]) -> dict[str, Float[Array, " rows"]]:
+        keys = jnp.ones(self.kv_heads)  # stay, where several heads read each, as values do in any case
+        of_heads = [factor, keys] if self.kv_heads < self.heads else [jnp.sqrt(factor)] * 2
+        return {"qkv_proj": jnp.repeat(jnp.concatenate([*of_heads, keys]), self.head_dim)}
 
 
 class MLP(eqx.Module):

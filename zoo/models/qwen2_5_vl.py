@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn.cache import KV, WindowKV, init_kv
+from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.fields import fill_layers, part_config, text_config
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractVisionModel, Family, Images, OneOf, causal_keys
@@ -115,7 +116,7 @@ class SectionedRotary(AbstractRotary):
         return rotated(x, *self.turns(coordinates(at, x.shape[1])))
 
 
-class Attention(eqx.Module):
+class Attention(AbstractGroupedAttention):
     q_proj: AbstractLinear
     k_proj: AbstractLinear
     v_proj: AbstractLinear

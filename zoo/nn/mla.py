@@ -12,6 +12,7 @@ from kernels.invariant import invariant
 from kernels.stacked import read
 from kernels.sums import spread
 from zoo.nn.cache import LatentKV
+from zoo.nn.clip import AbstractScalableAttention
 from zoo.nn.layers import AbstractLinear, Linear, RMSNorm
 from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig
@@ -31,7 +32,7 @@ class AbstractLatentConfig(AbstractMixtureConfig):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
-class LatentAttention(AbstractMixer):
+class LatentAttention(AbstractScalableAttention, AbstractMixer):
     """Attention of keys and values that are projections of one latent vector per token, `c_kv`.
 
     Queries and keys have features of each head, `nope`, and features `pe`, whose key all heads share. The cache holds
@@ -133,3 +134,11 @@ class LatentAttention(AbstractMixer):
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> LatentKV:
         c = self.config
         return LatentKV.init(layers, batch, length, c.kv_lora_rank, c.qk_rope_head_dim, dtype)
+
+    def row_factors(self, factor: Float[Array, " heads"]) -> dict[str, Float[Array, " rows"]]:
+        c, root = self.config, jnp.sqrt(factor)
+        # A logit is q_nope k_nope + q_pe k_pe. Only k_nope is the head's own: all heads read k_pe.
+        rows = lambda *parts: jnp.concatenate([jnp.repeat(a[:, None], n, axis=1) for a, n in parts], axis=1).reshape(-1)
+        queries = rows((root, c.qk_nope_head_dim), (factor, c.qk_rope_head_dim))
+        keys_and_values = rows((root, c.qk_nope_head_dim), (jnp.ones_like(factor), c.v_head_dim))
+        return {"q_proj" if self.q_b_proj is None else "q_b_proj": queries, "kv_b_proj": keys_and_values}

@@ -1,0 +1,37 @@
+"""The largest logits of each query and head, against all logits at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kernels
+from kernels import Causal, Full, Tokens, Window
+from kernels.attention import logits
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal() & Window(5), Full()], ids=str)
+def test_in_blocks(mask, monkeypatch):
+    """Blocks, the last of which overlaps the one before it, grouped heads, documents, and a gradient beside it."""
+    monkeypatch.setattr(logits, "BLOCK", 16)
+    random = np.random.RandomState(0)
+    q, k, v = (jnp.asarray(random.randn(2, 40, heads, 8), jnp.float32) for heads in (4, 2, 2))
+    segments = np.repeat([[1, 2, 0], [3, 3, 3]], [9, 26, 5], axis=1)
+
+    def attend(q):
+        with logits.recorded() as found:
+            y = kernels.attention(q, k, v, Tokens(segments=jnp.asarray(segments)), scale=0.5, mask=mask, softcap=2.0)
+        return jnp.sum(y**2), found
+
+    (_, (found,)), gradient = jax.jit(jax.value_and_grad(attend, has_aux=True))(q)
+    every = 0.5 * np.einsum("bqhd,bkhd->bqhk", q, np.repeat(k, 2, axis=2))
+    at = (Tokens(jnp.arange(40).reshape(shape)) for shape in ((1, -1, 1), (1, 1, -1)))
+    seen = np.asarray(mask.visible(*at)) & (segments[:, :, None] == segments[:, None, :])
+    np.testing.assert_allclose(found, np.where(seen[:, :, None, :], every, -np.inf).max(-1), rtol=1e-5, atol=1e-6)
+    assert np.isfinite(gradient).all()
+
+
+def test_nothing_is_recorded_without_being_asked_for(monkeypatch):
+    monkeypatch.setattr(logits, "_largest", None)
+    q = jnp.ones((1, 4, 1, 8))
+    assert kernels.attention(q, q, q, scale=1.0).shape == q.shape
