@@ -24,6 +24,9 @@ class Stacked:
     They may also lie in pages, which rows of a batch have in any order, and share: then `stack` is [layers, pages,
     slots, ...], and `table` has the numbers of each row's pages. The layer's array is [batch, table's pages * slots,
     ...].
+
+    Where a layer's array has a gradient, `own` is this array once more, as a scan takes it out of the stack. Kernels
+    read the stack, and the gradient is that of `own`: of the stack it would be an array of all layers, in each layer.
     """
 
     stack: Any  # [layers, ...]; as in all pytrees, JAX may replace the array by another object, such as a Ref or a spec
@@ -34,6 +37,7 @@ class Stacked:
     wide: Any = dataclasses.field(default=None, metadata=dict(static=True))
     """The dtype in which the integers times their scales are read."""
     table: Any = None  # int32 [batch, pages]; a number that is no page's may stand where nothing is to be read
+    own: Any = None  # [...]; None: there is no gradient, or it is that of `stack`
 
     @classmethod
     def of(cls, x: "Shaped[Array, '...'] | Stacked") -> "Stacked":
@@ -61,6 +65,8 @@ class Stacked:
 
     def read(self) -> Shaped[Array, "..."]:
         """Returns the layer's array. XLA's own products read it in place; a Pallas kernel, or pages, get a copy."""
+        if self.own is not None:
+            return self.own
         if self.table is not None:
             return self.pages(self.table)
         of_layer = lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
@@ -124,8 +130,8 @@ def read(x: Shaped[Array, "..."] | Stacked) -> Shaped[Array, "*shape"]:
     return x.read() if isinstance(x, Stacked) else x
 
 
-def gradient(x: Shaped[Array, "..."] | Stacked, of_layer: Shaped[Array, "..."]) -> Any:
-    """Returns the gradient of `x`, given its array's gradient `of_layer`: zero in the other layers of a stack."""
-    if not isinstance(x, Stacked):
-        return of_layer
-    return Stacked(jnp.zeros_like(x.stack).at[x.layer].set(of_layer), np.zeros((), jax.dtypes.float0))
+def without_gradient(x: Any) -> Any:
+    """Returns a tree of arrays or `Stacked` to read, which has no gradient."""
+    is_stacked = lambda node: isinstance(node, Stacked)
+    bare = lambda node: dataclasses.replace(node, own=None) if is_stacked(node) else node
+    return jax.lax.stop_gradient(jax.tree.map(bare, x, is_leaf=is_stacked))

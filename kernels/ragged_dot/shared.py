@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Int8
 from kernels.coded import Coded
 from kernels.quantized_matmul.quantize import LARGEST
 from kernels.quantized_matmul.shared import INT32_TERMS
-from kernels.stacked import Stacked, gradient
+from kernels.stacked import Stacked, read, without_gradient
 
 
 Rows = Float[Array, "tokens in"] | Int8[Array, "tokens in"]
@@ -38,31 +38,40 @@ class Kernels(NamedTuple):
     sums_of_products: Callable[..., Array]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ragged_dot(
     kernels: Kernels, x: Rows, w: Matrices, group_sizes: Int[Array, " groups"]
 ) -> Float[Array, "tokens out"]:
     """Computes `kernels.ragged_dot` with these kernels."""
+    trained = None if isinstance(w, Coded) or w.dtype == jnp.int8 else read(w)
+    return _ragged_dot(kernels, x, without_gradient(w), trained, group_sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged_dot(kernels: Kernels, x: Rows, w: Matrices, trained: Array | None, group_sizes: Array) -> Array:
+    """Computes the product with `w`. The gradient is that of `trained`, which has the same numbers and is not read.
+
+    So XLA never takes a layer's matrices out of a stack, and the gradient is one layer's.
+    """
     return kernels.rows_times_matrices(x, w, group_sizes, axis=2)
 
 
 def _forward(
-    kernels: Kernels, x: Array, w: Matrices, group_sizes: Array
+    kernels: Kernels, x: Rows, w: Matrices, trained: Array | None, group_sizes: Array
 ) -> tuple[Array, tuple[Array, Matrices, Array]]:
-    return ragged_dot(kernels, x, w, group_sizes), (x, w, group_sizes)
+    return _ragged_dot(kernels, x, w, trained, group_sizes), (x, w, group_sizes)
 
 
 def _backward(
     kernels: Kernels, residuals: tuple[Array, Matrices, Array], d_out: Array
-) -> tuple[Array, Matrices | None, None]:
+) -> tuple[Array, None, Array | None, None]:
     x, w, group_sizes = residuals
     dx = kernels.rows_times_matrices(d_out, w, group_sizes, axis=1)
     if isinstance(w, Coded) or w.dtype == jnp.int8:
-        return dx, None, None
-    return dx, gradient(w, kernels.sums_of_products(d_out, x, group_sizes)), None
+        return dx, None, None, None
+    return dx, None, kernels.sums_of_products(d_out, x, group_sizes), None
 
 
-ragged_dot.defvjp(_forward, _backward)
+_ragged_dot.defvjp(_forward, _backward)
 
 
 def refusal(x: Rows, w: Matrices) -> str | None:

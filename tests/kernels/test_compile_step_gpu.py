@@ -22,7 +22,8 @@ SGD = dataclasses.replace(ahead.USUAL, optimizer="sgd")
 def test_floats_are_added_in_a_fixed_order(tmp_path):
     """The step has no scatter of floats, no atomic addition of floats in any kernel, and no loop that replaces one.
 
-    Counts of tokens do use these, because integers have the same sum in any order.
+    Counts of tokens do use these, because integers have the same sum in any order. No layer's experts are copied out of
+    those of all layers.
     """
     config = dataclasses.replace(
         zoo.config("qwen3-30b-a3b"),
@@ -47,6 +48,7 @@ def test_floats_are_added_in_a_fixed_order(tmp_path):
     assert all(name in ptx for name in ("ragged_dot_dx", "ragged_dot_dw", "attention_dkv"))
     assert re.findall(r"\b(?:atom|red)\.", ptx)  # the counts' atomic additions
     assert not re.findall(rf"\b(?:atom|red)\.[\w.:]*(?:{FLOAT}|cas)[\w.]*", ptx)
+    assert not re.findall(r"= bf16\[1,16,(?:128,256|256,128)\]\S* dynamic-slice\(", text)  # of a layer's experts
 
 
 @needs_compiler

@@ -110,7 +110,10 @@ def test_int8_matrices_of_a_layer_of_a_stack(implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_a_layer_of_a_stack(implementation):
-    """A layer of a stack has the results and gradients of its matrices alone; other layers may hold anything."""
+    """A layer of a stack has the results and gradients of its matrices alone; other layers may hold anything.
+
+    So does one whose gradient is that of `own`, an array that is not read.
+    """
     x, w, d_out = arrays()
     expected = run(implementation, x, w, CASES["sizes of all kinds"][1], d_out)
     stack = np.stack([np.full_like(w, np.nan), w, np.full_like(w, np.nan)])
@@ -120,12 +123,14 @@ def test_a_layer_of_a_stack(implementation):
     def of_stack(x, stack, layer, d_out):
         product = lambda x, w: kernels.ragged_dot(x, w, sizes, implementation=implementation)
         out, gradient = jax.vjp(lambda x, stack: product(x, Stacked(stack, layer)), x, stack)
-        return out, *gradient(d_out)
+        _, of_own = jax.vjp(lambda x, stack, own: product(x, Stacked(stack, layer, own=own)), x, stack, stack[0])
+        return (out, *gradient(d_out)), of_own(d_out)
 
-    out, dx, d_stack = jax.device_get(of_stack(x, stack, np.int32(1), d_out))
+    (out, dx, d_stack), (_, none, d_own) = jax.device_get(of_stack(x, stack, np.int32(1), d_out))
     for ours, theirs in zip((out, dx, d_stack[1]), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
-    assert not np.any(d_stack[::2])
+    assert not np.any(d_stack[::2]) and not np.any(none)
+    np.testing.assert_array_equal(d_own, d_stack[1])
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])

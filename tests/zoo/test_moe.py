@@ -93,7 +93,7 @@ def mixture():
 def test_dispatch_equals_all_experts_at_once(mixture, text):
     """Value and gradients are equal, also on meshes with more devices than there are sequences.
 
-    On some the weights are a layer of a stack, as in decoding, with another layer of NaN.
+    On some the weights are a layer of a stack, with another layer of NaN: on a mesh as in training.
     """
     arguments, chosen, want = mixture
 
@@ -102,14 +102,15 @@ def test_dispatch_equals_all_experts_at_once(mixture, text):
             experts = eqx.tree_at(lambda m: (m.up.weight, m.down.weight), experts, replace_fn=second)
         return summed(chosen, experts, x, weights)
 
-    second = lambda weight: Stacked(jnp.stack([jnp.full_like(weight, jnp.nan), weight]), jnp.int32(1))
+    own = lambda weight: weight if text else None
+    second = lambda weight: Stacked(jnp.stack([jnp.full_like(weight, jnp.nan), weight]), jnp.int32(1), own=own(weight))
     with jax.set_mesh(make_mesh(text)) if text else contextlib.nullcontext():
         ours = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*arguments)
     for a, b in zip(*map(jax.tree.leaves, (ours, want)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-ROUTES = {  # of 8 sequences of 10 tokens: one a device along "expert" and "fsdp"
+ROUTES = {  # of 8 sequences of 10 tokens: one for each device
     "even": np.arange(160).reshape(8, 10, 2) % 8,
     "skewed": np.random.RandomState(3).choice(8, (8, 10, 2), p=[0.4, 0.3, 0.1, 0.1, 0.1, 0, 0, 0]),
     "one device's": np.full((8, 10, 2), 6) + np.arange(2),
@@ -125,10 +126,15 @@ def test_no_token_is_dropped(mixture, monkeypatch):
     x, weights = (random.normal(size=shape).astype(np.float32) for shape in ((8, 10, 8), (8, 10, 2)))
     keep = jax.checkpoint_policies.save_only_these_names(SAVED)
     alone = jax.jit(jax.value_and_grad(summed, (1, 2, 3)))
-    split = jax.jit(jax.value_and_grad(jax.checkpoint(lambda *given: summed(*given), policy=keep), (1, 2, 3)))
+    second = lambda weight: Stacked(jnp.stack([jnp.full_like(weight, jnp.nan), weight]), jnp.int32(1), own=weight)
+    weights_of = lambda m: (m.up.weight, m.down.weight)
+    stacked = lambda chosen, experts, *given: summed(
+        chosen, eqx.tree_at(weights_of, experts, replace_fn=second), *given
+    )
+    split = jax.jit(jax.value_and_grad(jax.checkpoint(stacked, policy=keep), (1, 2, 3)))
     for chosen in ROUTES.values():
         want = alone(chosen, experts, x, weights)
-        with jax.set_mesh(make_mesh("expert=4,fsdp=2")):
+        with jax.set_mesh(make_mesh("replica=2,expert=4")):
             ours = split(chosen, experts, x, weights)
         for a, b in zip(*map(jax.tree.leaves, (ours, want)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

@@ -65,8 +65,7 @@ def dispatch(
     specs = eqx.filter(specs, lambda leaf: isinstance(leaf, P))
     if mesh.split(FSDP) > 1 or mesh.split(CONTEXT) > 1:  # they are gathered, which should be one layer's alone
         arrays = jax.tree.map(read, arrays, is_leaf=_is_stacked)
-    of_stack = lambda array, spec: Stacked(P(None, *spec), P()) if _is_stacked(array) else spec
-    specs = jax.tree.map(of_stack, arrays, specs, is_leaf=_is_stacked)
+    specs = jax.tree.map(_spec_of, arrays, specs, is_leaf=_is_stacked)
 
     def local(arrays: Any, *tokens: Array) -> Array:
         experts = eqx.combine(arrays, static)
@@ -167,6 +166,13 @@ def _dispatch(experts: Experts, x: Array, chosen: Array, weights: Array, *, devi
 
 def _is_stacked(node: Any) -> bool:
     return isinstance(node, Stacked)
+
+
+def _spec_of(array: Array | Stacked, spec: P) -> P | Stacked:
+    """Returns the spec of an array of experts, or of the arrays of a `Stacked`; `spec` is a layer's."""
+    if not isinstance(array, Stacked):
+        return spec
+    return Stacked(P(None, *spec), P(), own=None if array.own is None else spec)
 
 
 def _sort_and_combine(experts: Experts, count: int, x: Array, chosen: Array, weights: Array) -> Array:

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from kernels import Tokens, counted, mesh
 from kernels.stacked import Stacked
 from zoo.nn.cache import AbstractCache
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear
 from zoo.nn.pipeline import pipeline
 
 
@@ -447,6 +448,8 @@ def _scan(
 ) -> tuple[Float[Array, "batch seq embed"], tuple[Report, ...], Shared]:
     """Runs a period `repeats` times, with other weights each time. Stages share the repeats if they divide them.
 
+    Experts' weights are not copied out of those of all layers: each layer gets a reference (`Stacked`).
+
     Returns `x`, the stacked reports of each of the period's blocks, and what they hand on to later layers.
     """
     arrays, static = eqx.partition(period, eqx.is_array)
@@ -458,15 +461,20 @@ def _scan(
 
     def run(weights: Any, rows: Array, rows_at: Tokens) -> tuple[Array, tuple[tuple[Report, ...], Shared]]:
         """Runs some of the repeats on some of the sequences. `pipeline` adds up the reports of all sequences."""
+        # Kernels read experts out of the stack. Its gradient would be of all layers in each, so `own` has the gradient.
+        whole = jax.lax.stop_gradient(eqx.filter(weights, _read_in_place(weights, ExpertLinear)))
 
         def one(rows: Array, of_repeat: Any) -> tuple[Array, tuple[tuple[Report, ...], Shared]]:
-            weights, own = of_repeat
-            blocks = eqx.combine(weights, static)
+            repeat, weights, own = of_repeat
+            reference = lambda stack, array: array if stack is None else Stacked(stack, repeat, own=array)
+            weights = jax.tree.map(reference, whole, weights, is_leaf=lambda node: node is None)
+            blocks = eqx.combine(weights, static, is_leaf=_is_stacked)
             none = (None,) * len(blocks)
             rows, _, reports, handed_on = _run_blocks(blocks, rows, none, rows_at, own, shared, remat, after)
             return rows, (reports, _once(handed_on, repeats))
 
-        return jax.lax.scan(one, rows, (weights, _by_repeat(own_inputs, repeats)))
+        numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
+        return jax.lax.scan(one, rows, (numbers, weights, _by_repeat(own_inputs, repeats)))
 
     stages = mesh.split(mesh.STAGE)
     if stages == 1 or repeats % stages:
@@ -500,13 +508,13 @@ def _scan_with_caches(
     if any(map(_is_apart, jax.tree.leaves(period, is_leaf=_is_apart))):
         return _run_apart(period, repeats, x, caches, at, own_inputs, shared, after)
     arrays, static = eqx.partition(period, eqx.is_array)
-    whole, scanned = eqx.partition(arrays, _read_in_place(arrays))
+    whole, scanned = eqx.partition(arrays, _read_in_place(arrays, AbstractLinear | AbstractExpertLinear))
 
     def one(carry: Any, of_repeat: Any) -> tuple[Any, tuple[tuple[Report, ...], Shared]]:
         (x, caches), (repeat, sliced, own) = carry, of_repeat
         caches = tuple(eqx.tree_at(lambda c: c.layer, cache, repeat) for cache in caches)
         references = jax.tree.map(lambda stack: Stacked(stack, repeat), whole)
-        blocks = eqx.combine(references, sliced, static, is_leaf=lambda node: isinstance(node, Stacked))
+        blocks = eqx.combine(references, sliced, static, is_leaf=_is_stacked)
         x, caches, reports, handed_on = _run_blocks(blocks, x, caches, at, own, shared, None, after)
         return (x, caches), (reports, _once(handed_on, repeats))
 
@@ -576,9 +584,12 @@ def _repetition(kinds: Int[np.ndarray, " layers"]) -> tuple[int, int, int]:
     return best[0], -best[1], -best[2]
 
 
-def _read_in_place(blocks: Any) -> Any:
-    """Returns for each array whether kernels read it in place; as an input of a scan it would be copied for them."""
-    reads = lambda m: isinstance(m, AbstractLinear | AbstractExpertLinear) and bool(m.in_place)
+def _read_in_place(blocks: Any, kinds: type | types.UnionType) -> Any:
+    """Returns for each array whether kernels read it in place, as those of modules of some kinds may do.
+
+    As an input of a scan it would be copied for them.
+    """
+    reads = lambda m: isinstance(m, kinds) and bool(m.in_place)
 
     def marked(node: Any) -> Any:
         if not reads(node):
@@ -609,6 +620,10 @@ def apart(model: T) -> T:
 
 def _is_stack(node: Any) -> bool:
     return isinstance(node, Stack)
+
+
+def _is_stacked(node: Any) -> bool:
+    return isinstance(node, Stacked)
 
 
 def _is_apart(node: Any) -> bool:
