@@ -180,7 +180,6 @@ class WindowKV(AbstractCache):
 
     k: Float[Array, "layers batch length heads dim"] | Int8Vectors
     v: Float[Array, "layers batch length heads v_dim"] | Int8Vectors
-    positions: Int[Array, "layers batch length"]
     layer: Int[Array, ""]
     spare: int = eqx.field(static=True, default=0)
     """The number of positions beyond those that the layers see, by `widened`."""
@@ -199,9 +198,8 @@ class WindowKV(AbstractCache):
         *,
         v_dim: int | None = None,
     ) -> "WindowKV":
-        never = jnp.full((layers, batch, length), NEVER, jnp.int32)
         k, v = _empty(layers, batch, length, heads, dim, v_dim, dtype)
-        return cls(k, v, never, jnp.array(0, jnp.int32), spare)
+        return cls(k, v, jnp.array(0, jnp.int32), spare)
 
     def update(
         self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads v_dim"], at: Tokens
@@ -218,33 +216,27 @@ class WindowKV(AbstractCache):
         """
         batch, seq, length = *k.shape[:2], self.k.shape[2]
         positions = positions_of(at, k)
-        kept = (positions >= 0) & (positions > jnp.max(positions, axis=1, keepdims=True) - length)
+        last = jnp.max(positions, axis=1, keepdims=True)
+        kept = (positions >= 0) & (positions > last - length)
+        # An index of `length` is out of bounds, and so not written.
         where = (self.layer, jnp.arange(batch)[:, None], jnp.where(kept, positions % length, length))
-        new = WindowKV(
-            _write(self.k, where, k),
-            _write(self.v, where, v),
-            self.positions.at[where].set(positions),  # an index of `length` is out of bounds, and so not written
-            self.layer,
-            self.spare,
-        )
+        new = WindowKV(_write(self.k, where, k), _write(self.v, where, v), self.layer, self.spare)
         if seq <= 1 + self.spare and at.spans is None:
-            k_at = Tokens(new.positions[self.layer])
+            k_at = Tokens(_in_ring(last, length))
             return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), k_at
         pairs = ((self.k, k), (self.v, v))
         keys, values = (
             jnp.concatenate([read(_read(old, self.layer, x.dtype)), _as_stored(old, x)], axis=1) for old, x in pairs
         )
         positions = jnp.where(positions < 0, NEVER, positions)
-        old = self.positions[self.layer]
-        # From its first position on, this call writes anew.
-        old = jnp.where(old < jnp.min(positions, axis=1, keepdims=True), old, NEVER)
+        first = jnp.min(positions, axis=1, keepdims=True)
+        old = _in_ring(jnp.where(first == NEVER, -1, first - 1), length)
         spans = None if at.spans is None else jnp.concatenate([jnp.full(old.shape, -1), at.spans], axis=1)
         return new, keys, values, Tokens(jnp.concatenate([old, positions], axis=1), spans=spans)
 
     def partition_specs(self, sizes: Mapping[str, int]) -> "WindowKV":
         k, v = (_vector_specs(x, sizes) for x in (self.k, self.v))
-        positions = P(None, split_over(self.positions.shape[1], BATCH, sizes))
-        return eqx.tree_at(lambda c: (c.k, c.v, c.positions, c.layer), self, (k, v, positions, P()))
+        return eqx.tree_at(lambda c: (c.k, c.v, c.layer), self, (k, v, P()))
 
     def in_int8(self) -> "WindowKV":
         return eqx.tree_at(lambda c: (c.k, c.v), self, (_int8(self.k), _int8(self.v)))
@@ -460,6 +452,15 @@ def _as_stored(store: Array | Int8Vectors, new: Float[Array, "batch seq ..."]) -
     if not isinstance(store, Int8Vectors):
         return new.astype(store.dtype).astype(new.dtype)
     return read(_read(_int8(new[None], *store.parts), jnp.zeros((), jnp.int32), new.dtype))
+
+
+def _in_ring(last: Int[Array, "batch 1"], length: int) -> Int[Array, "batch length"]:
+    """Returns the position that each index of a ring holds after those up to `last`: `NEVER` where that is none.
+
+    Where later tokens have been taken back, the keys at these indices are theirs. No query sees so far back.
+    """
+    held = last - (last - jnp.arange(length)[None]) % length
+    return jnp.where(held < 0, NEVER, held)
 
 
 def _empty_table(batch: int, slots: int, length: int) -> Int[Array, "1 rows row_pages"]:
