@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 out=$(mkdir -p "${1:?say where to put the results}" && cd "$1" && pwd)
 shift
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(check kernels profile train serve tune again)
+[ ${#parts[@]} -gt 0 ] || parts=(first check kernels profile train serve tune again)
 python=${PYTHON:-python}
 export XLA_PYTHON_CLIENT_PREALLOCATE=false TPU_LOG_DIR=disabled
 rehearse=()
@@ -36,9 +36,17 @@ run() {
 
 for part in "${parts[@]}"; do
     case $part in
-    check)
+    first)
         nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv 2>&1 | tee "$out/card.txt"
         $python -m pip list 2>/dev/null | grep -i -E '^(jax|nvidia-c|torch|triton)' | tee -a "$out/card.txt"
+        run first $python -m benchmarks.first --out "$out" "${rehearse[@]}"
+        # The ways out of docs/kernels.md. If only the first of the three is right, set no such flag.
+        XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" run first-without-graphs \
+            $python -m benchmarks.first --only attention --out "$out/without-graphs" "${rehearse[@]}"
+        XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_deterministic_ops=true" run first-deterministic \
+            $python -m benchmarks.first --only attention --out "$out/deterministic" "${rehearse[@]}"
+        ;;
+    check)
         if [ -z "${REHEARSE:-}" ]; then
             run mosaic $python -m tests.kernels.test_mosaic
             JAX_PLATFORMS=cuda,cpu run tests $python -m pytest -q -n 6 -p no:cacheprovider tests/kernels \
@@ -75,7 +83,7 @@ for part in "${parts[@]}"; do
             "${rehearse[@]}"
         ;;
     again)  # what was tuned, with the sizes found
-        cp -r "$out"/block_sizes/. kernels/ 2>/dev/null
+        [ -n "${REHEARSE:-}" ] || cp -r "$out"/block_sizes/. kernels/ 2>/dev/null
         run kernels-again $python -m benchmarks.kernels --only "bf16 matmul*" "${TUNED[@]}" --by triton mosaic jnp \
             --regions 5 --seconds 200 --out "$out/again" "${rehearse[@]}"
         ;;

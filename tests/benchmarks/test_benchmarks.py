@@ -1,9 +1,14 @@
 """The GPU benchmarks run to the end in a rehearsal on the CPU, small and interpreted, and write their files."""
 
+import importlib
+import inspect
 import json
 import math
 import os
+import pathlib
+import re
 import signal
+import subprocess
 import sys
 import warnings
 
@@ -11,10 +16,14 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import gpu, kernels, profile, serve, train, tune
+import kernels as kernels_
+from benchmarks import first, gpu, kernels, profile, serve, train, tune
 from benchmarks.cases import CASES, Attention
 from benchmarks.gpu import Failed, Target, Worker, regions
 from benchmarks.tune import TABLES, neighbours, write
+
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +160,50 @@ def test_neighbours_differ_by_one_step():
     assert neighbours(sizes) == [
         sizes | change for change in ({"kv": 32}, {"warps": 4}, {"stages": 1}, {"stages": 3})
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_first(tmp_path, here):
+    """Both kernels are right in each call, in the padding too, and a step reports what the compiler has counted."""
+    first.main(rehearse=True, out=tmp_path)
+    *calls, step = written(tmp_path)["rows"]
+    assert [(row["check"], row["call"]) for row in calls] == [
+        (f"attention by {name}", n) for name in ("xla", "triton") for n in (1, 2, 3)
+    ]
+    assert all(0 < row[part] < 1e-2 for row in calls for part in ("out", "dq", "dk", "dv", "padding"))
+    assert step["counted"] > 1e5 and "attention" in step["how"] and not step["note"]
+
+
+def test_garbage_in_padding_makes_the_run_fail(tmp_path, monkeypatch, here):
+    """Results of padding that XLA leaves unwritten, and a step that fails, are reported."""
+    own = kernels_.attention
+
+    def garbage(q, k, v, tokens, *, implementation, **options):
+        out = own(q, k, v, tokens, implementation="reference", **options)
+        spoilt = jax.numpy.where((tokens.segments == 0)[..., None, None], jax.numpy.nan, out)
+        return out if implementation == "reference" else spoilt
+
+    monkeypatch.setattr(kernels_, "attention", garbage)
+    monkeypatch.setattr(first, "step", lambda tiny: 1 / 0)
+    with pytest.raises(SystemExit, match="--xla_gpu_enable_command_buffer="):
+        first.main(rehearse=True, out=tmp_path)
+    notes = [row["note"] for row in written(tmp_path)["rows"]]
+    assert notes == ["WRONG: out dq dk dv"] * 6 + ["FAILED: ZeroDivisionError: division by zero"]
+
+
+def test_the_script_for_a_card_gives_options_that_exist(tmp_path):
+    """Every command of gpu.sh in a rehearsal names a module's own options, and README.md has every part."""
+    command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), str(tmp_path)]
+    environment = os.environ | {"REHEARSE": "1", "PYTHON": "echo COMMAND"}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    commands = re.findall(r"^COMMAND -m benchmarks\.(\w+) (.*)$", printed, re.MULTILINE)
+    assert {module for module, _ in commands} == {"first", "kernels", "profile", "train", "serve", "tune"}
+    for module, options in commands:
+        known = inspect.signature(importlib.import_module(f"benchmarks.{module}").main).parameters
+        assert set(re.findall(r"--([a-z-]+)", options)) <= set(known), module
+    (parts,) = re.findall(r"parts=\((.*)\)$", (ROOT / "benchmarks" / "gpu.sh").read_text(), re.MULTILINE)[1:]
+    rows = re.findall(r"^\| ([a-z, ]+) \|", (ROOT / "benchmarks" / "README.md").read_text(), re.MULTILINE)
+    assert ", ".join(row for row in rows if row != "part").replace(",", "") == parts
 
 
 def test_train(tmp_path, here):
