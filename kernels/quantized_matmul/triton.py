@@ -1,9 +1,12 @@
-"""Products with a quantised matrix for NVIDIA GPUs, in Pallas-Triton: both sides quantised by blocks, or float rows.
+"""Products with a quantised matrix for NVIDIA GPUs, in Pallas-Triton: of two quantised sides, or of float rows.
 
-If both sides are quantised, one program computes one block of the output. It multiplies 128 features at a time, scales
-the product by the scales of that piece of the rows and that block of the matrix, and adds it to a sum in float32. This
-also makes float8 exact enough: the tensor cores alone would accumulate in fewer bits (DeepSeek-V3, arXiv:2412.19437,
-section 3.3.2).
+If both sides are quantised by blocks, one program computes one block of the output. It multiplies 128 features at a
+time, scales the product by the scales of that piece of the rows and that block of the matrix, and adds it to a sum in
+float32. This also makes float8 exact enough: the tensor cores alone would accumulate in fewer bits (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.2).
+
+Two sides of int8 whose rows have one scale each add up in int32. A program scales its sums before it stores them, in
+the output's dtype; XLA would write all sums in int32, and read them in a second kernel to scale them.
 
 Float rows are multiplied by a matrix that stays 8 bits wide until it is in registers. So for a few rows, reading the
 matrix takes half the time that bfloat16 takes. Hopper's tensor cores take only the left operand of a product from
@@ -27,7 +30,7 @@ from kernels.backends.dot8 import dot8
 from kernels.backends.triton import Side, load_block, store_block
 from kernels.quantized_matmul import shared
 from kernels.quantized_matmul.quantize import BLOCK, Quantized
-from kernels.quantized_matmul.shared import Formula, Kernels, Matrix
+from kernels.quantized_matmul.shared import INT32_TERMS, Formula, Kernels, Matrix
 from kernels.stacked import Stacked
 
 
@@ -42,9 +45,12 @@ def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula
     both = formula.activations or formula.gradients == "quantized"
     if formula.granularity == "mx":
         return "it has no scales for 32 neighbours"
-    if both and formula.granularity != "block":
-        return f"it multiplies two quantised sides only by blocks, not by {formula.granularity}"
     rows = x.size // x.shape[-1] if x.size else 0
+    if both and formula.granularity != "block":
+        if formula.dtype != jnp.int8:
+            return f"it multiplies two sides in float8 only by blocks, not by {formula.granularity}"
+        if (terms := max(rows, *w.shape)) > INT32_TERMS:
+            return f"it sums up int8 in int32, which {terms} terms may overflow"
     in_8_bits = {"w": w.size, "x": both * x.size, "the result": (formula.gradients == "quantized") * rows * w.shape[0]}
     for name, size in in_8_bits.items():
         if 2**31 < size <= 2**32:
@@ -62,12 +68,20 @@ def quantized_matmul(
 
 
 def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
-    rows = x.scale.size // x.scale.shape[-1]
-    sizes = blocks.sizes(__name__, "both", w.values.dtype, "rows64" if rows <= 64 else "rows128")
-    x_values, x_scale = (side.reshape(-1, side.shape[-1]) for side in x)
-    # x_scale is transposed, so that the scales that a program reads at a time are contiguous.
-    out = _launch("matmul_both", _both_kernel, sizes, dtype, x_values, x_scale.T, w=w)
-    return out.reshape(*x.values.shape[:-1], w.values.shape[0])
+    x_values = x.values.reshape(-1, x.values.shape[-1])
+    rows, columns = len(x_values), w.values.shape[0]
+    size_class = "rows64" if rows <= 64 else "rows128"
+    if w.by_pieces:
+        sizes = blocks.sizes(__name__, "both", w.values.dtype, size_class)
+        # x_scale is transposed, so that the scales that a program reads at a time are contiguous.
+        x_scale = x.scale.reshape(rows, -1).T
+        out = _launch("matmul_both", _both_kernel, sizes, dtype, x_values, x_scale, w=w)
+    else:
+        sizes = blocks.sizes(__name__, "scaled", w.values.dtype, size_class)
+        x_scale = jnp.broadcast_to(x.scale.reshape(-1), rows)
+        w = Quantized(w.values, jnp.broadcast_to(w.scale, columns))
+        out = _launch("matmul_scaled", _scaled_kernel, sizes, dtype, x_values, x_scale, w=w)
+    return out.reshape(*x.values.shape[:-1], columns)
 
 
 def _both_kernel(
@@ -87,6 +101,23 @@ def _both_kernel(
     out = jnp.zeros((sizes["rows"], sizes["columns"]), jnp.float32)
     out = lax.fori_loop(0, w_scale_ref.shape[1], add_piece, out)
     store_block(out_ref, out, row, column)
+
+
+def _scaled_kernel(
+    sizes: dict[str, int], x_ref: Any, x_scale_ref: Any, w_ref: Stacked, w_scale_ref: Any, out_ref: Any
+) -> None:
+    row, column = _output_block(sizes, out_ref)
+    layer = w_ref.layer[...]
+
+    def add_piece(i: Array, out: Array) -> Array:
+        piece = Side.of(i, BLOCK, x_ref.shape[1])
+        return out + dot8(load_block(x_ref, row, piece), load_block(w_ref.stack, column, piece, layer))
+
+    out = jnp.zeros((sizes["rows"], sizes["columns"]), jnp.int32)
+    out = lax.fori_loop(0, pl.cdiv(x_ref.shape[1], BLOCK), add_piece, out)
+    x_scale = triton.load(x_scale_ref.at[row.indices], row.own)
+    w_scale = triton.load(w_scale_ref.at[column.indices], column.own)
+    store_block(out_ref, out.astype(jnp.float32) * x_scale[:, None] * w_scale[None, :], row, column)
 
 
 def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:

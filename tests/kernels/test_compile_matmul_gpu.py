@@ -42,6 +42,7 @@ def step(dtype, rows, ins, outs, temporary):
 
 
 BOTH = dict(activations=True, hgmma=("matmul_both",))
+SCALED = dict(activations=True, hgmma=("matmul_scaled",))
 FP8 = jnp.float8_e4m3fn
 CASES = {
     # Memory beside arguments and result: the rows in 8 bits, and scales.
@@ -50,6 +51,9 @@ CASES = {
     "fp8, block, decode": case(FP8, "block", 16, 4096, 14336, **BOTH, temporary=MB),
     "fp8, block, training": step(FP8, 4096, 4096, 14336, temporary=320 * MB),
     "int8, block, prefill": case(jnp.int8, "block", 4096, 4096, 4096, **BOTH, temporary=20 * MB),
+    # The sums in int32, of 470 MB, are never written.
+    "int8, channel, forward": case(jnp.int8, "channel", 8192, 4096, 14336, **SCALED, temporary=34 * MB),
+    "int8, channel, edges": case(jnp.int8, "channel", 1000, 2880, 2880, **SCALED, temporary=4 * MB),
     "fp8, block, edges": case(FP8, "block", 1000, 2880, 2880, **BOTH, temporary=4 * MB),
     "weights only, fp8, block, decode": case(FP8, "block", 16, 4096, 14336, hgmma=()),
     "weights only, int8, channel, decode": case(jnp.int8, "channel", 16, 4096, 14336, hgmma=()),

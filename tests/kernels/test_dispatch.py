@@ -220,6 +220,10 @@ CALLS = {
         kernels.int8_matmul,
         [bf16(16, 256), shape(256, 256, dtype=jnp.int8), BY_BLOCKS],
     ),
+    "`int8_matmul`, both sides by channel": (
+        functools.partial(kernels.int8_matmul, activations=True),
+        [bf16(16, 256), bf16(256, 256)],
+    ),
     "`fp8_matmul`, weights only or by blocks": (
         kernels.fp8_matmul,
         [bf16(16, 256), shape(256, 256, dtype=jnp.float8_e4m3fn), BY_BLOCKS],
