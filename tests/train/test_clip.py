@@ -103,7 +103,7 @@ def stepped(load, batch):
     return after
 
 
-@pytest.mark.parametrize("name", ["llama-rope3", "deepseek3"])
+@pytest.mark.parametrize("name", ["llama-rope3", pytest.param("deepseek3", marks=pytest.mark.slow)])
 def test_a_step(stepped, batch, name):
     """A head whose largest logit exceeded the threshold has it as its largest, and no other weights change."""
     model, state, metrics = stepped(name)
@@ -128,6 +128,7 @@ def test_a_step(stepped, batch, name):
     jax.tree.map(check, *(jax.tree.map(np.asarray, tree) for tree in (model, state.model, expected)))
 
 
+@pytest.mark.slow
 def test_in_microbatches_on_a_mesh(stepped, batch):
     """The maximum of microbatches, of devices that split rows, heads and tokens, and under remat, is that of one."""
     model, *alone = stepped("llama-rope3")
