@@ -22,7 +22,7 @@ def make_mesh(text: str = "fsdp=-1", devices: Sequence[Any] | None = None) -> Me
 
     The axes, and what each splits:
 
-    - "replica": the sequences of a batch. Every replica has all parameters; the optimizer's state is split (ZeRO-1).
+    - "replica": the sequences of a batch. Every replica computes with all parameters; training's state is split.
     - "fsdp": sequences, parameters and the optimizer's state. Layers are gathered when they are needed (ZeRO-3).
     - "tensor": heads, the features of hidden layers, and the vocabulary: that is, the work on each token.
     - "context": the tokens of each sequence; parameters as fsdp does.

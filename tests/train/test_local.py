@@ -24,7 +24,7 @@ from zoo.nn.layers import Linear
 
 @pytest.fixture(scope="module")
 def placed():
-    """Returns a model over two replicas of two devices each; the optimizer's arrays are split over all four."""
+    """Returns a model over two replicas of two devices each; the state is split over all four."""
     mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     place = Linear.partition_specs(model(), P("fsdp", None))
     return jax.tree.map(lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), model(), place)
@@ -150,13 +150,13 @@ def test_a_piece_that_is_on_no_disk(kept, first, abstract, tmp_path):
     assert "Step 2 on the hosts' own disks is not complete: 1 of " in said[0] and "pieces are on none" in said[0]
 
 
-def test_another_mesh(kept, first, abstract, tmp_path):
+def test_another_mesh(kept, placed, first):
     """With as many devices in a replica, one replica is enough; otherwise the pieces differ."""
     save(kept()[0], first, 1, only_local=False)
     save(kept()[0], first, 2)
     for sizes, step in (((1, 2), 2), ((4, 2), 2), ((1, 4), 1)):
         mesh = jax.make_mesh(sizes, ("replica", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-        moved = jax.tree.map(lambda a, m=mesh: jax.device_put(a, NamedSharding(m, a.sharding.spec)), first.model)
+        moved = jax.tree.map(lambda a, m=mesh: jax.device_put(a, NamedSharding(m, a.sharding.spec)), placed)
         after, said = kept()
         state, data = after.restore(abstract_state(moved, OPTIMIZER))
         assert_same(state, at(step, init_state(moved, OPTIMIZER)))

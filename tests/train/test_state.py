@@ -80,8 +80,8 @@ def test_no_optimizer_copies_a_matrix_to_every_device(models, name, text):
 
 
 def test_places_by_name(models):
-    """Moments are split like their parameter, and over the replicas. Sums are split like the remaining axis, and over
-    all axes that are left.
+    """Moments are split like their parameter, and both over the replicas. Sums are split like the remaining axis, and
+    over all axes that are left.
     """
     model = placed(models, "dense", "replica=2,fsdp=2,tensor=2")
     weight = model.layers.period[0].self_attn.q_proj.weight
@@ -93,6 +93,8 @@ def test_places_by_name(models):
         if path.endswith(end)
     }
     whole = (3, 128, 256), P("stage", ("tensor", "replica"), "fsdp")
+    parameter = arrays(abstract_state(model, OPTIMIZERS["sgd"](lambda step: 0.1)).model)[end]
+    assert (parameter.shape, parameter.sharding.spec) == whole
     assert specs("adamw") == {"1.0.mu": whole, "1.0.nu": whole}
     assert specs("muon") == {"1.0.inner_states.muon.inner_state.0.mu": whole}
     assert specs("sgd") == {"1.0.trace": whole}

@@ -119,7 +119,7 @@ def test_the_update_is_that_of_the_mean_loss(model, batch, train):
 
 
 def test_in_microbatches_on_a_mesh(model, batch, train):
-    mesh = make_mesh("fsdp=4,tensor=2")
+    mesh = make_mesh("replica=2,fsdp=2,tensor=2")
     with jax.set_mesh(mesh):
         placed = jax.device_put(model, shardings(model, qwen3.FAMILY.partition_rules, mesh))
         state = init_state(placed, SGD)
@@ -130,8 +130,8 @@ def test_in_microbatches_on_a_mesh(model, batch, train):
     assert jax.tree.map(lambda a: a.sharding, after[0]) == places
     moments = abstract_state(placed, ADAMW).opt_state[1][0]
     for part in (after[0].model, moments.mu, moments.nu):
-        assert part.lm_head.weight.sharding.spec == P("tensor", "fsdp")
-        assert part.layers.period[0].mlp.down_proj.weight.sharding.spec == P("stage", "fsdp", "tensor")
+        assert part.lm_head.weight.sharding.spec == P(("tensor", "replica"), "fsdp")
+        assert part.layers.period[0].mlp.down_proj.weight.sharding.spec == P("stage", ("fsdp", "replica"), "tensor")
     assert moments.count.sharding.is_fully_replicated
 
 

@@ -23,7 +23,7 @@ from train.state.mesh import abstract_model, keeps_order, token_sharding
 from train.state.offload import is_on_host
 from train.state.optim import OptimizerOptions, make_optimizer
 from train.state.remat import remat_of
-from train.state.state import Lora, StateOptions, abstract_state, moment_sharding
+from train.state.state import Lora, StateOptions, abstract_state
 from train.step.clip import check_qk_clip
 from train.step.language import cross_entropy
 from train.step.step import Objective, Recipe, jit_train_step
@@ -49,7 +49,7 @@ class Program(NamedTuple):
     function: Any
     arguments: tuple[Any, ...]
     kinds: dict[str, Any]  # the arguments by kind: "parameters", "optimizer", "batch", "cache"
-    gradients: Any = None  # shapes of the gradients, with likely shardings, which XLA chooses
+    gradients: Any = None  # shapes of gradients and of copies of the weights in bfloat16, as one float32 for both
     seen: float = 1.0  # the share of all pairs of a row's tokens that attention computes
 
 
@@ -138,7 +138,7 @@ def training(
         step = jit_train_step(state, recipe)
     kinds = {"parameters": lora.combine(state.model, rest), "optimizer": state.opt_state, "batch": data}
     kinds |= {"reference": reference} if reference is not None else {}
-    one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=moment_sharding(a, a.shape))
+    one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=a.sharding)  # whole in each replica
     return Program(step, (state, data, rest, reference), kinds, jax.tree.map(one, trained), seen_pairs(config, seq))
 
 

@@ -162,7 +162,7 @@ class Plan:
     options: Options
     mesh: Mesh
     kinds: dict[str, int]  # bytes held before a step, by kind
-    gradients: int  # bytes
+    gradients: int  # bytes, with the copies of weights in bfloat16
     compiled: Compiled | None  # None if the step does not fit
     updating: float  # bytes that an update needs
     sampling: Sampled | None  # None: nothing is sampled, or the update alone does not fit
@@ -320,7 +320,7 @@ def _fitting(options: Options, program: Program, chip: Chip, count: int) -> Prog
 
 
 def _bytes(program: Program) -> tuple[dict[str, int], int]:
-    """Counts the bytes that one device holds before a step, by kind, and the bytes of its gradients."""
+    """Counts the bytes that one device holds before a step, by kind, and those of its gradients and weights' copies."""
     return {kind: device_bytes(tree) for kind, tree in program.kinds.items()}, device_bytes(program.gradients)
 
 
@@ -426,7 +426,7 @@ def _rounds(model: AbstractModel, stages: int) -> int:
 
 
 def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, options: Options) -> float:
-    """Estimates the bytes of a device during a step: arguments, gradients and activations."""
+    """Estimates the bytes of a device during a step: arguments, gradients with weights' copies, and activations."""
     rows = options.batch / options.microbatches
     activations = 0.0 if options.decode else saved_bytes(config, mesh, rows=rows, seq=options.seq, remat=options.remat)
     return sum(kinds.values()) + gradients + activations
@@ -450,7 +450,8 @@ def suggestion(made: Plan, config: AbstractConfig) -> str:
         if needs(remat) <= made.available:
             return f"--remat {remat}, with which a device needs about {gb(needs(remat))}."
     replicas = mesh.shape[REPLICA]
-    if (less := made.kinds["parameters"] * (1 - 1 / replicas)) >= missing:
+    copied = made.kinds["parameters"] if o.decode or o.lora.rank else made.gradients  # in each replica
+    if (less := copied * (1 - 1 / replicas)) >= missing:
         fsdp = mesh.shape[FSDP] * replicas
         return f"fsdp={fsdp} instead of replica={replicas}, which takes {gb(less)} off each device."
     shards = math.prod(mesh.shape[axis] for axis in BATCH) * o.microbatches
@@ -518,9 +519,10 @@ def _seconds(options: Options, kinds: Mapping[str, int], model: AbstractModel, c
     }
     if size[STAGE] > 1:  # features, to the next stage and back
         sent[STAGE,] = 2 * 2 * _rounds(model, size[STAGE]) * options.tokens * c.hidden_size * size[STAGE] / mesh.size
-    if not options.decode:  # gradients are summed over replicas, and each gathers the weights that others have updated
-        shard = own[REPLICA] + own[EXPERT] / (size[FSDP] * size[CONTEXT])
-        sent[REPLICA,] = 8 * shard / size[TENSOR] / size[STAGE]
+    # Replicas sum gradients, by all-reduces, or experts' by reduce-scatters. Each gathers weights that others updated.
+    if not options.decode:
+        scattered = own[EXPERT] / (size[FSDP] * size[CONTEXT])
+        sent[REPLICA,] = (6 * own[REPLICA] + 4 * scattered) / size[TENSOR] / size[STAGE]
     sending = sum(
         number / slowest_link(chip, _along(mesh, axes))
         for axes, number in sent.items()

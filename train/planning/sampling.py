@@ -15,6 +15,7 @@ from kernels.backends.compile_options import compile_options
 from kernels.mesh import BATCH
 from train.base.places import here
 from train.planning.ahead import Program, device_bytes
+from train.state.mesh import replicated
 from zoo import lora
 from zoo.generation import decoding
 from zoo.generation.decoding import CHUNK, most_together
@@ -72,8 +73,12 @@ def sampling(
         turns: number of replies.
     """
     state, _, kept, reference = update.arguments
-    held = lora.combine(here(state.model), kept)  # arrays in the host's memory are copied to its devices for sampling
     at = lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
+    split = here(state.model)  # arrays in the host's memory are copied to its devices for sampling
+    trained = jax.tree.map(lambda a: at(a, replicated(a.sharding)), split)
+    held = lora.combine(trained, kept)
+    pairs = zip(*map(jax.tree.leaves, (split, trained)), strict=True)
+    parts = [part for part, whole in pairs if part.sharding != whole.sharding]  # of what is gathered over replicas
     everywhere, rows_of = NamedSharding(mesh, P()), lambda spec: NamedSharding(mesh, spec)
     placed = lambda shapes, specs: jax.tree.map(lambda a, spec: at(a, rows_of(spec)), shapes, specs)
 
@@ -83,7 +88,7 @@ def sampling(
 
     model = in_bfloat16(held)
     same = [b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(held), strict=True) if a.dtype == b.dtype]
-    beside = device_bytes((held, state.opt_state, state.step, reference)) - device_bytes(same)
+    beside = device_bytes((held, parts, state.opt_state, state.step, reference)) - device_bytes(same)
 
     prompt, cache = seq + 1 - new, None if cache_dtype == "auto" else cache_dtype
     most = bucket(prompt) + new if turns == 1 else seq + 1
@@ -129,7 +134,7 @@ def sampling(
         Program(decode, (model, ints(1), described, tables, drawn, ints()), {"cache": caches}),
         beside,
         device_bytes(model),
-        device_bytes(in_bfloat16(here(state.model))),
+        device_bytes(in_bfloat16(trained)),
         device_bytes(filled),
         layout,
         most,

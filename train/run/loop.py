@@ -13,7 +13,6 @@ from train.run.batches import Batches
 from train.run.start import Run
 from train.state import optim
 from train.state.mesh import put_batch
-from train.state.offload import to_device
 from train.step.norms import jit_norms
 from train.watch.metrics import Progress, mean_of_updates
 
@@ -64,7 +63,7 @@ def train(run: Run) -> pathlib.Path:
                 watch.memory(run.memory(run.state, placed))
                 is_first = False
             if watch.norms_due(run.n):
-                found = norms(to_device(run.state.model), frozen, placed, task.reference)
+                found = norms(run.parameters(), frozen, placed, task.reference)
                 numbers |= {name: float(value) for name, value in jax.device_get(found).items()}
             watch.write(run.n, **numbers)
             if run.is_due(run.sample_every):

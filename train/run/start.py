@@ -23,7 +23,7 @@ from train.state.checkpoint import Checkpoints
 from train.state.mesh import put_batch
 from train.state.offload import to_device
 from train.state.remat import remat_of
-from train.state.state import Trained, TrainState, abstract_state, init_state
+from train.state.state import Trained, TrainState, abstract_state, init_state, whole
 from train.step.clip import check_qk_clip
 from train.step.router import rebalancing
 from train.step.step import Recipe, jit_train_step
@@ -64,8 +64,12 @@ class Run:
     n: int  # number of steps that are done
     new: bool  # whether the run begins here
 
+    def parameters(self) -> Any:
+        """Returns the trained parameters, on the devices, all of them in each replica."""
+        return whole(to_device(self.state.model))
+
     def model(self) -> Any:
-        return lora.combine(to_device(self.state.model), self.trained.frozen)
+        return lora.combine(self.parameters(), self.trained.frozen)
 
     def done(self) -> bool:
         return self.n >= self.steps or self.validation.out_of_patience(self.n)

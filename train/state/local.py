@@ -12,8 +12,8 @@ while the process lives. ATTEMPT is the time, in seconds, at which the processes
 pieces of different attempts are never put together.
 
 Each process writes the parts of arrays on its own devices, one piece for each part, and waits for no other process. The
-optimizer's arrays are split over the replicas, so each replica first gets the parts of the others: then every replica
-has the whole state on its disks. A step is complete if every piece is undamaged on some disk. A process that lacks a
+state is split over the replicas, so each replica first gets the parts of the others: then every replica has the whole
+state on its disks. A step is complete if every piece is undamaged on some disk. A process that lacks a
 piece, since its disk was lost or its devices have changed, gets the piece from another process, through JAX. Pieces are
 not cut: after a restart with another mesh they fit only if the sizes of all axes but "replica" are the same.
 """
@@ -36,14 +36,12 @@ from typing import Any
 import jax
 import numpy as np
 import rich
-from jax.sharding import NamedSharding, Sharding
-from jax.sharding import PartitionSpec as P
 
 from convert import manifest
-from kernels.mesh import REPLICA
 from train.base import writing
 from train.base.cluster import agree, all_or_raise, broadcast, gather
 from train.base.lock import lock
+from train.state.mesh import replicated
 from train.state.state import TrainState
 
 
@@ -94,7 +92,7 @@ class LocalCheckpoints:
         step, text = int(state.step), broadcast(meta.encode(), 0)
         pieces: dict[str, np.ndarray] = {}
         for n, leaf in enumerate(jax.tree.leaves(state)):
-            for shard in jax.device_put(leaf, _replicated(leaf.sharding)).addressable_shards:
+            for shard in jax.device_put(leaf, replicated(leaf.sharding)).addressable_shards:
                 if (name := _name(n, shard.index, leaf.shape)) not in pieces:
                     pieces[name] = np.array(shard.data)  # a copy
         self._saving = step, self._thread.submit(self._write, self._mine / f"{step}-{self._attempt}", pieces, text)
@@ -119,7 +117,7 @@ class LocalCheckpoints:
                 return None
             check(self._mine / f"{step}-{attempt}", meta := json.loads(found[META]))
             leaves, tree = jax.tree.flatten(abstract)
-            places = [_replicated(leaf.sharding) for leaf in leaves]
+            places = [replicated(leaf.sharding) for leaf in leaves]
             every: dict[str, bool] = {}  # piece -> whether a device of this process needs it
             for n, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
                 for device, index in place.devices_indices_map(leaf.shape).items():
@@ -311,15 +309,6 @@ class _Parts:
 def _parsed(path: pathlib.Path) -> tuple[int, int]:
     step, _, attempt = path.name.partition("-")
     return int(step), int(attempt)
-
-
-def _replicated(place: Sharding) -> Sharding:
-    """Returns the same sharding, but with all of the array in every replica."""
-    if not isinstance(place, NamedSharding):
-        return place
-    names = [(entry,) if isinstance(entry, str) else entry or () for entry in place.spec]
-    spec = P(*(tuple(name for name in entry if name != REPLICA) or None for entry in names))
-    return place if REPLICA not in sum(names, ()) else NamedSharding(place.mesh, spec)
 
 
 def _name(n: int, index: tuple[slice, ...], shape: tuple[int, ...]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Shaped
@@ -102,6 +102,21 @@ def abstract_model(
     return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), model, places)
 
 
+def replicated(place: Sharding) -> Sharding:
+    """Returns the same sharding, but with all of the array in every replica."""
+    if not isinstance(place, NamedSharding) or (spec := without_replicas(place.spec)) == place.spec:
+        return place
+    return NamedSharding(place.mesh, spec)
+
+
+def without_replicas(spec: P) -> P:
+    """Returns a spec whose axes are not split over replicas."""
+    names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    if REPLICA not in sum(names, ()):
+        return spec
+    return P(*(tuple(name for name in entry if name != REPLICA) or None for entry in names))
+
+
 def without_stages(mesh: Mesh, model: AbstractModel, family: Family) -> Mesh:
     """Returns a mesh of the same devices without stages, for generating, where a pipeline would mostly be idle.
 
@@ -130,11 +145,11 @@ def generating(model: AbstractModel, mesh: Mesh, dtype: DTypeLike) -> Iterator[A
 
 
 def on_mesh(model: T, mesh: Mesh, dtype: DTypeLike, *, anew: bool = False) -> T:
-    """Copies a model, or a part of one, in `dtype` to a mesh, which may be of other devices.
+    """Copies a model, or a part of one, in `dtype` to a mesh, which may be of other devices; each replica gets all.
 
     Arrays that are there in this dtype are copied only with `anew`.
     """
-    places = jax.tree.map(lambda a: NamedSharding(mesh, a.sharding.spec), model)
+    places = jax.tree.map(lambda a: NamedSharding(mesh, without_replicas(a.sharding.spec)), model)
     return jax.device_put(cast(model, dtype), places, may_alias=False if anew else None)
 
 

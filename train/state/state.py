@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from kernels.mesh import EXPERT, REPLICA
 from train.base.options import Group, OptionGroup, option
-from train.state.mesh import abstract_model, check_mesh
+from train.state.mesh import abstract_model, check_mesh, replicated, without_replicas
 from train.state.offload import host
 from train.state.remat import StepOptions
 from zoo import lora
@@ -162,9 +162,10 @@ def abstract_state(
 ) -> TrainState:
     """Returns the shapes, dtypes and shardings of `init_state(model, optimizer)`, into which a checkpoint is restored.
 
-    Parameters stay where `model` has them. The optimizer's arrays for a parameter lie beside it, and are also split
-    over the replicas, each of which updates its part (ZeRO-1, arXiv:1910.02054). optax decides which arrays belong to a
-    parameter. All other arrays, such as numbers of steps, are copied to every device.
+    Parameters lie where `model` has them, and the optimizer's arrays for a parameter lie beside it. Both are also split
+    over the replicas, each of which updates its part (ZeRO-1, arXiv:1910.02054); a step gathers parameters when they
+    are cast (`gathered`). optax decides which arrays belong to a parameter. All other arrays, such as numbers of steps,
+    are copied to every device.
 
     Args:
         model: arrays, or `jax.ShapeDtypeStruct` with shardings.
@@ -190,18 +191,39 @@ def abstract_state(
         is_leaf=is_masked,
     )
     low = jax.eval_shape(lambda model: cast(model, jnp.bfloat16), shapes.model)
-    parameters = jax.tree.map(
-        lambda array, low, given: at(array, given.sharding if array.dtype == low.dtype else away(given.sharding)),
-        shapes.model,
-        low,
-        model,
-    )
+
+    def parameter(array: Any, low: Any, given: Any) -> jax.ShapeDtypeStruct:
+        place = moment_sharding(given, array.shape) if _is_trained(array) else given.sharding
+        return at(array, place if array.dtype == low.dtype else away(place))
+
+    parameters = jax.tree.map(parameter, shapes.model, low, model)
     parts = lambda state: (state.step, state.model, state.opt_state)
     return eqx.tree_at(parts, shapes, (at(shapes.step, everywhere), parameters, opt_state))
 
 
+def whole(parameters: T) -> T:
+    """Gathers parameters over the replicas. They stay where they are if there is one replica."""
+    return jax.device_put(parameters, jax.tree.map(lambda a: replicated(a.sharding), parameters))
+
+
+def gathered(parameters: T, places: Any) -> T:
+    """Gathers parameters over the replicas, in a function that is traced, and in the dtype that they have now.
+
+    `places` are their shardings in the state. With the last one alone XLA might gather them before a cast.
+    """
+
+    def one(array: Array, place: Sharding) -> Array:
+        if not isinstance(place, NamedSharding) or replicated(place) == place:
+            return array
+        split, everywhere = (NamedSharding(place.mesh, spec) for spec in (place.spec, without_replicas(place.spec)))
+        constrain = jax.lax.with_sharding_constraint
+        return constrain(constrain(array, split), everywhere)
+
+    return jax.tree.map(one, parameters, places)
+
+
 def moment_sharding(parameter: Any, shape: tuple[int, ...]) -> Sharding:
-    """Returns the sharding of an optimizer's array of this shape for a parameter: a moment, or Adafactor's sums.
+    """Returns the sharding of a state's array of this shape for a parameter: itself, a moment, or Adafactor's sums.
 
     Adafactor's sums lack one axis, over which they are summed. The array is split as the parameter is. The remaining
     mesh axes are "replica" and those that split the missing axis: each splits the first of the array's axes that it

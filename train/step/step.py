@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Num, Shaped
 
 from kernels.backends.compile_options import compile_options
 from train.state.offload import to_device
-from train.state.state import TrainState
+from train.state.state import TrainState, gathered
 from train.step.clip import clipped, logit_metrics, recorded
 from train.step.microbatches import per, split, summed
 from train.step.router import router_loss, router_metrics, routings_of
@@ -77,7 +77,14 @@ class Recipe:
 
 
 def train_step(
-    recipe: Recipe, state: TrainState, batch: Batch, frozen: Any = None, reference: Any = None, limits: Check = None
+    recipe: Recipe,
+    state: TrainState,
+    batch: Batch,
+    frozen: Any = None,
+    reference: Any = None,
+    limits: Check = None,
+    *,
+    places: Any = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Updates the model once, by the gradients of its objective over a batch.
 
@@ -88,6 +95,7 @@ def train_step(
             with it. Quantised weights keep their dtypes. None: there are none.
         reference: see `Objective`.
         limits: of the loss and of the gradients' norm (`train.step.update.Limits`). None: both only have to be finite.
+        places: the shardings of the state's model. None: there are no replicas.
 
     Returns the new state, and the metrics: the objective's sums divided by its count, without the routers' losses,
     "grad_norm" (before clipping), "learning_rate", "tokens" (without padding), "targets", and the flags of
@@ -96,8 +104,9 @@ def train_step(
 
     A step that `check_step` rejects is skipped: only the number of the step and the place in the schedule change.
     """
-    parameters, rest = eqx.partition(state.model, eqx.is_inexact_array)
-    parameters = cast(to_device(parameters), recipe.compute_dtype)
+    model = cast(to_device(state.model), recipe.compute_dtype)
+    model = model if places is None else gathered(model, places)
+    parameters, rest = eqx.partition(model, eqx.is_inexact_array)
     tokens = jnp.sum(batch["segments"] != 0)
 
     def evaluate(parameters: Any, part: Batch, means: Scalars | None = None) -> Losses:
@@ -187,4 +196,4 @@ def jit_train_step(state: TrainState, recipe: Recipe) -> Callable[..., tuple[Tra
     """
     places = jax.tree.map(lambda array: array.sharding, state)
     options: Any = dict(out_shardings=(places, None), compiler_options=compile_options("train"))
-    return jax.jit(functools.partial(train_step, recipe), donate_argnums=0, **options)
+    return jax.jit(functools.partial(train_step, recipe, places=places.model), donate_argnums=0, **options)
