@@ -37,13 +37,19 @@ IMPORTS = """
 import resource, sys
 import zoo
 seconds = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-heavy = ("torch", "transformers", "tensorflow", "pyarrow", "PIL", "grain")
-print(seconds, [module for module in heavy if module in sys.modules])
+heavy = ("torch", "transformers", "tensorflow", "pyarrow", "PIL", "grain", "orbax", "optax", "tyro")
+families = lambda: [module for module in sys.modules if module.startswith("zoo.models.")]
+print(seconds, [module for module in heavy if module in sys.modules] + families())
+configs = zoo.config("qwen3-8b"), zoo.config("tiny")
+assert [zoo.registry.family_of(config) for config in configs] == [zoo.qwen3.FAMILY] * 2
+print(families(), {"qwen3", "gemma3"} - {*dir(zoo)})
 """
 
 
 def test_nothing_heavy_is_imported(tmp_path):
-    assert python(IMPORTS, ROOT, cwd=tmp_path).stdout.split(" ", 1)[1].strip() == "[]"
+    """A family is imported when it is needed, and alone."""
+    first, second = python(IMPORTS, ROOT, cwd=tmp_path).stdout.splitlines()
+    assert first.split(" ", 1)[1] == "[]" and second == "['zoo.models.qwen3'] set()"
 
 
 def test_libtpu_is_quiet_unless_the_user_asks(tmp_path, monkeypatch):

@@ -3,13 +3,14 @@
     zoo completion bash > ~/.local/share/bash-completion/completions/zoo
     zoo completion zsh > ~/.zoo-completion && echo 'source ~/.zoo-completion' >> ~/.zshrc
 
-It asks each command for its options, which takes half a minute.
+It asks each command for its options.
 """
 
-import concurrent.futures
+import contextlib
+import io
 import os
 import re
-import subprocess
+import runpy
 import sys
 from typing import Literal
 
@@ -35,14 +36,15 @@ complete -o default -F _zoo zoo
 def options_of(command: str) -> list[str]:
     """Returns the options that a command's help lists, all of them if it has a help for that."""
     module, _ = COMMANDS[command]
-    words = [sys.executable, "-m", module, *([command] if module == "zoo" else [])]
     for flag in ("--help-all", "--help"):
-        shown = subprocess.run(
-            [*words, flag], capture_output=True, text=True, env=os.environ | {"COLUMNS": "200", "JAX_PLATFORMS": "cpu"}
-        )
-        if shown.returncode == 0:
-            break
-    return sorted(set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", shown.stdout)))
+        sys.argv = [module, *([command] if module == "zoo" else []), flag]
+        with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.redirect_stderr(io.StringIO()):
+            try:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                if not end.code:
+                    break
+    return sorted(set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", shown.getvalue())))
 
 
 def main(shell: tyro.conf.Positional[Literal["bash", "zsh"]]) -> None:
@@ -51,8 +53,8 @@ def main(shell: tyro.conf.Positional[Literal["bash", "zsh"]]) -> None:
     Args:
         shell: the shell that reads it.
     """
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = dict(zip(COMMANDS, pool.map(options_of, COMMANDS), strict=True))
+    os.environ["COLUMNS"] = "200"  # so that no option is broken over two lines
+    found = {command: options_of(command) for command in COMMANDS}
     options = "\n".join(f'        *,{command}) words="{" ".join(flags)}" ;;' for command, flags in found.items())
     if shell == "zsh":
         print("autoload -U +X compinit && compinit && autoload -U +X bashcompinit && bashcompinit")

@@ -13,6 +13,7 @@ import os
 import pathlib
 import sys
 import warnings
+from typing import TYPE_CHECKING
 
 
 __version__ = "0.1.0"
@@ -76,51 +77,55 @@ from zoo.generation.sampling import Sampling
 from zoo.generation.speculative import ModelDraft, MTPDraft, NGramDraft
 from zoo.load import config, fingerprint, init, inspect, load, save, tokenizer
 from zoo.mesh import make_mesh
-from zoo.models import (
-    deepseek2,
-    deepseek3,
-    gemma,
-    gemma2,
-    gemma3,
-    gemma4,
-    glm4_moe,
-    gpt3,
-    gpt_oss,
-    granite,
-    granite4,
-    kimi_linear,
-    laguna,
-    lfm2,
-    lfm2_moe,
-    lfm3,
-    llama,
-    llama4,
-    mimo_v2_flash,
-    minimax_m2,
-    mistral,
-    mistral3,
-    mistral4,
-    mixtral,
-    muse_glimmer,
-    nemotron_h,
-    olmo2,
-    olmo3,
-    olmo_hybrid,
-    phi3,
-    qwen2,
-    qwen2_5_vl,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
-    qwen3_vl,
-    smollm3,
-)
 from zoo.registry import register
 from zoo.retrieval import decide, embed, rank
 from zoo.source import names
 from zoo.weights import peft
 
+
+if TYPE_CHECKING:
+    from zoo.models import (
+        deepseek2,
+        deepseek3,
+        gemma,
+        gemma2,
+        gemma3,
+        gemma4,
+        glm4_moe,
+        gpt3,
+        gpt_oss,
+        granite,
+        granite4,
+        kimi_linear,
+        laguna,
+        lfm2,
+        lfm2_moe,
+        lfm3,
+        llama,
+        llama4,
+        mimo_v2_flash,
+        minimax_m2,
+        mistral,
+        mistral3,
+        mistral4,
+        mixtral,
+        muse_glimmer,
+        nemotron_h,
+        olmo2,
+        olmo3,
+        olmo_hybrid,
+        phi3,
+        qwen2,
+        qwen2_5_vl,
+        qwen3,
+        qwen3_5,
+        qwen3_moe,
+        qwen3_next,
+        qwen3_vl,
+        smollm3,
+    )
+else:
+    from zoo.models import __getattr__ as __getattr__  # imports a family when it is first requested
 
 __all__ = [
     "Completion",
@@ -192,3 +197,8 @@ __all__ += [
     "qwen3_vl",
     "smollm3",
 ]
+
+
+def __dir__() -> list[str]:
+    """Lists families that were not imported yet, too, for completion in a notebook."""
+    return sorted({*globals(), *__all__})

@@ -13,7 +13,6 @@ import shutil
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint.experimental.v1 as ocp
 from tyro.conf import Positional
 
 import zoo
@@ -35,6 +34,8 @@ def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], 
         out: folder to write config.json, safetensors and tokenizer files to.
         step: step of the run's checkpoint to write. -1: the newest.
     """
+    import orbax.checkpoint.experimental.v1 as ocp  # here, since the other commands of zoo need none of it
+
     folder = find(checkpoint, step)
     manifest.verify(folder)
     identity = json.loads((folder / "meta.json").read_text())["identity"]
@@ -66,6 +67,8 @@ def to_orbax(model: Positional[str], out: Positional[pathlib.Path], revision: st
         out: folder to write; it must not exist yet.
         revision: branch, tag or commit of the repository.
     """
+    import orbax.checkpoint.experimental.v1 as ocp
+
     if machine.path("out", out).exists():
         raise FileExistsError(f"{out} exists already; name a folder that does not.")
     loaded = zoo.load(model, revision=revision)

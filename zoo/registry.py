@@ -1,6 +1,9 @@
 """Zoo names of models, and where their checkpoints are found."""
 
+import itertools
+import json
 import pathlib
+from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,13 +14,19 @@ from zoo.nn.model import AbstractConfig, AbstractModel, Family
 # Zoo name -> folder of a checkpoint that is part of the package.
 EMBEDDED = {"tiny": pathlib.Path(__file__).parent / "tiny"}
 
-# `register` fills the rest. config.json's model_type -> family, and zoo name -> config.
-FAMILIES: dict[str, Family] = {}
-CONFIGS: dict[str, AbstractConfig] = {}
+# The table by which a family's file is found without importing others. `python -m tests.zoo.make_table` writes it.
+INDEX = json.loads((pathlib.Path(models.__file__).parent / "index.json").read_text())
 
 # Zoo name -> Hub repository of the model, or, if its weights were never published, of a tokenizer.
-REPOSITORIES: dict[str, str] = {}
-TOKENIZERS: dict[str, str] = {}
+REPOSITORIES: dict[str, str] = INDEX["repositories"]
+TOKENIZERS: dict[str, str] = INDEX["tokenizers"]
+
+# config.json's model_type -> family, and zoo name -> config. `register` writes to the first dict of each, and pyright
+# asks that all can be written to.
+_families = models.OfFamilies(INDEX["model_types"], lambda family, _: family)
+_configs = models.OfFamilies(INDEX["names"], lambda family, name: family.configs[name].config)
+FAMILIES = ChainMap[str, Family]({}, _families)  # pyright: ignore[reportArgumentType]
+CONFIGS = ChainMap[str, AbstractConfig]({}, _configs)  # pyright: ignore[reportArgumentType]
 
 
 def register(family: Family) -> None:
@@ -41,8 +50,8 @@ def register(family: Family) -> None:
             TOKENIZERS[name] = tokenizer
 
 
-for _family in models.FAMILIES.values():
-    register(_family)
+for _file in models.FAMILIES.keys() - INDEX["model_types"].values():  # one that is being added
+    register(models.FAMILIES[_file])
 
 
 def family_for(hub: Mapping[str, Any]) -> Family | None:
@@ -61,8 +70,10 @@ def family_of(value: AbstractModel | AbstractConfig) -> Family:
     Raises:
         ValueError: no registered family has this class of configs.
     """
-    config = value.config if isinstance(value, AbstractModel) else value
-    for family in FAMILIES.values():
-        if family.Config is type(config):
+    kind = type(value.config if isinstance(value, AbstractModel) else value)
+    file = kind.__module__.removeprefix(f"{models.__name__}.")
+    ours = [models.FAMILIES[file]] if file in models.FAMILIES.files else []
+    for family in itertools.chain(ours, FAMILIES.values()):  # which imports all
+        if family.Config is kind:
             return family
-    raise ValueError(f"No family has the class {type(config).__module__}.Config: call zoo.register with its FAMILY.")
+    raise ValueError(f"No family has the class {kind.__module__}.Config: call zoo.register with its FAMILY.")

@@ -47,8 +47,12 @@ def test_help_and_unknown(monkeypatch, capsys):
         command.main()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # that other tests have imported these modules
 def test_completion(monkeypatch, tmp_path, capsys):
     """Bash completes commands, and the options of each; where no option begins, it completes files."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # as in `tests.train.conftest.command`
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(completion, "COMMANDS", {name: command.COMMANDS[name] for name in ("report", "mine")})
     completion.main("bash")
     (tmp_path / "zoo").write_text(capsys.readouterr().out)

@@ -1,9 +1,11 @@
 """Writes what lists the families: `python -m tests.zoo.make_table`.
 
-These are the README's table, with newly measured errors; the table of those that take images, in docs/vision.md; and
-the names that zoo/__init__.py imports, so that editors and type checkers know them.
+These are the README's table, with newly measured errors; the table of those that take images, in docs/vision.md;
+their names in zoo/__init__.py, so that editors and type checkers know them, and in zoo/models/index.json, so that the
+file of a name is known before it is imported.
 """
 
+import json
 import pathlib
 import re
 import sys
@@ -79,10 +81,22 @@ def tower_sizes(family: str) -> tuple[int, int]:
 
 def with_families(code: str) -> str:
     """Returns the code of zoo/__init__.py with all families in the lists that end with their names."""
-    for begin, entry in ((r"from zoo\.models import \(", "    {},\n"), (r"__all__ \+= \[", '    "{}",\n')):
+    for begin, entry in ((r"from zoo\.models import \(", "        {},\n"), (r"__all__ \+= \[", '    "{}",\n')):
         listed = "".join(map(entry.format, FAMILIES))
-        code = re.sub(rf"({begin}\n)[^])]*", rf"\1{listed}", code)
+        code = re.sub(rf"({begin}\n)[^])]*?(?= *[])])", rf"\1{listed}", code)
     return code
+
+
+def index() -> str:
+    """Returns zoo/models/index.json: the files of model_types and of zoo names, and the names' repositories."""
+    released = {model: found for family in FAMILIES.values() for model, found in family.configs.items()}
+    tables = dict(
+        model_types={kind: name for name, family in FAMILIES.items() for kind in family.model_types},
+        names={model: name for name, family in FAMILIES.items() for model in family.configs},
+        repositories={model: found.repository for model, found in released.items() if found.repository},
+        tokenizers={model: found.tokenizer for model, found in released.items() if not found.repository},
+    )
+    return json.dumps(tables, indent=1) + "\n"
 
 
 def between(begin: str, section: str, page: str) -> str:
@@ -108,6 +122,7 @@ if __name__ == "__main__":
         ("README.md", lambda page: between(README, table, page)),
         ("docs/vision.md", lambda page: between(VISION, vision_section(), page)),
         ("zoo/__init__.py", with_families),
+        ("zoo/models/index.json", lambda _: index()),
     ):
         (ROOT / file).write_text(write((ROOT / file).read_text()))
     print(table)

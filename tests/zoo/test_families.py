@@ -10,6 +10,7 @@ import io
 import json
 import pathlib
 import re
+import runpy
 import sys
 
 import jax
@@ -137,6 +138,19 @@ def test_what_a_script_writes_is_current():
     page, code = ((ROOT / file).read_text() for file in ("docs/vision.md", "zoo/__init__.py"))
     assert f"{make_table.VISION}\n{make_table.vision_section()}<!-- end -->" in page, "python -m tests.zoo.make_table"
     assert make_table.with_families(code) == code, "python -m tests.zoo.make_table"
+    assert make_table.index() == (ROOT / "zoo/models/index.json").read_text(), "python -m tests.zoo.make_table"
+
+
+def test_a_family_that_is_being_added(monkeypatch):
+    """A file that the index lacks is found, with its names."""
+    index = json.loads(make_table.index())
+    for table in index.values():
+        for name in [name for name in table if "smollm3" in name]:
+            del table[name]
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda _: json.dumps(index))
+    found = runpy.run_path(str(registry.__file__))
+    assert found["FAMILIES"]["smollm3"] is zoo.smollm3.FAMILY
+    assert "smollm3-3b" in found["CONFIGS"] and "smollm3-3b" in found["REPOSITORIES"]
 
 
 def test_pages_are_current():

@@ -8,8 +8,8 @@ Of a family that is here, these are
 - pages of documentation that name one of its own.
 
 What scripts write is not counted: golden numbers, the pages of docs/models, rows of README.md, tests/README.md and
-docs/vision.md, and the names in zoo/__init__.py. Nor are tests of something else that take the family as an example,
-since no family has to be one.
+docs/vision.md, and the names in zoo/__init__.py and zoo/models/index.json. Nor are tests of something else that take
+the family as an example, since no family has to be one.
 """
 
 import ast
