@@ -22,7 +22,7 @@ from kernels.backends.triton import Side, load_block, store_block
 from kernels.coded import TABLES, Coded, factors
 from kernels.coded_matmul import shared
 from kernels.stacked import Stacked
-from kernels.tiles import Tiles, mean_rows, with_rest
+from kernels.tiles import Tiles, mean_rows
 
 
 PLATFORMS = ("gpu",)
@@ -60,7 +60,7 @@ def grouped(x: Float[Array, "tokens in"], w: Coded, group_sizes: Int[Array, " gr
     rows = mean_rows(tokens, groups, least=triton.SMALLEST, most=shared.MOST_ROWS)
     sizes = dict(blocks.sizes(__name__, w.code if w.code == "float8" else "table", x.dtype, f"rows{rows}"))
     sizes["depth"] = max(sizes["depth"], block)
-    tiles = Tiles.of(with_rest(group_sizes, tokens), tokens, sizes["rows"])
+    tiles = Tiles.with_rest(group_sizes, tokens, sizes["rows"])
     band = min(BAND, len(tiles.group))
     return triton.launch(
         functools.partial(_kernel, sizes, sizes["depth"] // block, shifts),

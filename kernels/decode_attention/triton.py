@@ -3,8 +3,8 @@
 This is flash-decoding. It takes as long as reading the cache takes. So one program serves all queries and query heads
 of a key/value head, as the rows of one product, and the blocks with visible keys are distributed over as many programs
 as fill the GPU. Blocks beyond a row's length, or outside its window, are not read, and no layer of the cache is copied:
-programs get the array of all layers. Each program returns the mean of its values and the log-sum-exp of its logits. XLA
-merges these, and a sink is one more log-sum-exp to merge.
+programs get the array of all layers. Each program returns the mean of its values and the log-sum-exp of its logits. A
+second kernel merges these.
 
 The cache is not cleaned of NaN in a pass of its own. Keys and values that no query sees are not loaded: within a block,
 too, zeros take their place. A key or value that is seen and not finite makes a logit or a sum that is not finite, which
@@ -25,9 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from kernels.attention.reference import LOWEST, by_head, by_token, poison
+from kernels.attention.reference import LOWEST, by_head, by_token
 from kernels.attention.shared import Formula
 from kernels.attention.triton import Block, capped, product, row_of, to_log2
 from kernels.backends import blocks
@@ -43,6 +44,7 @@ PLATFORMS = ("gpu",)
 RANK = 2
 
 _Softmax = tuple[Array, Array, list[Array]]  # of each row: maximum, denominator, and weighted sum of values, in pieces
+MERGED = 16  # splits that the second kernel merges at a time
 WIDTHS = (64, 128, 256, 576)  # features of a head for which there are block sizes; 576 is DeepSeek's latent cache
 
 
@@ -101,7 +103,7 @@ def decode_attention(
     of_rows = jax.tree.map(lambda ids: jnp.tile(ids, group), q_tokens)
     out, lse = launch(
         functools.partial(_kernel, Formula(scale, mask, softcap), kv_size, rows, v_dim, seq > 1),
-        by_head(q + poison(q), kv_heads),
+        by_head(q, kv_heads),  # one that is not finite makes its products NaN or infinite
         *(None if x is None else addressable(x) for x in (k, v)),
         *(of_rows, kv_tokens),
         Schedule.of(block_classes(mask, q_tokens, kv_tokens, seq, kv_size)),
@@ -122,9 +124,61 @@ def decode_attention(
     if sinks is not None:
         sinks = jnp.maximum(sinks.astype(jnp.float32), LOWEST)
         sinks = jnp.repeat(sinks, seq).reshape(1, 1, kv_heads, seq * group)  # in the order of `by_head`
-        lse = jnp.concatenate([lse, jnp.broadcast_to(sinks, (batch, *sinks.shape[1:]))], axis=1)
-    shares = jax.nn.softmax(lse, axis=1)[:, :splits, ..., None]
-    return by_token(jnp.sum(shares * out, axis=1), heads).astype(q.dtype)
+    return by_token(_merge(out, lse, sinks, q.dtype), heads)
+
+
+def _merge(
+    out: Float[Array, "batch splits kv_heads rows v_dim"],
+    lse: Float[Array, "batch splits kv_heads rows"],
+    sinks: Float[Array, "1 1 kv_heads rows"] | None,
+    dtype: DTypeLike,
+) -> Float[Array, "batch kv_heads rows v_dim"]:
+    """Weights the means of the splits by a softmax of their log-sum-exps, in one kernel, where XLA takes two or three.
+
+    A sink is one more log-sum-exp, of values that are zero.
+    """
+    batch, _, kv_heads, rows, v_dim = out.shape
+    return launch(
+        _merge_kernel,
+        out,
+        lse,
+        sinks,
+        name="decode_attention_merge",
+        grid=(rows, kv_heads, batch),
+        results=jax.ShapeDtypeStruct((batch, kv_heads, rows, v_dim), dtype),
+        warps=4,
+        stages=2,
+        cost=pl.CostEstimate(flops=2 * out.size, transcendentals=lse.size, bytes_accessed=4 * (out.size + lse.size)),
+    )
+
+
+def _merge_kernel(out_ref: Any, lse_ref: Any, sinks_ref: Any, merged_ref: Any) -> None:
+    """Merges the splits of one row."""
+    row, kv_head, batch = (pl.program_id(axis) for axis in range(3))
+    (_, splits, _, _, v_dim), size = out_ref.shape, min(MERGED, pl.next_power_of_2(out_ref.shape[1]))
+    of_v = pieces(v_dim)
+
+    def step(n: Array, state: _Softmax) -> _Softmax:
+        top, total, sums = state
+        these, exist = pl.ds(n * size, size), inside(n * size, size, splits)
+        lse = load(lse_ref.at[batch, these, kv_head, row], exist, LOWEST)
+        new_top = jnp.maximum(top, lse.max())
+        weights, fade = jnp.exp(lse - new_top), jnp.exp(top - new_top)
+        weights = weights if exist is None else jnp.where(exist, weights, 0)
+        column = None if exist is None else exist[:, None]
+        means = [load(out_ref.at[batch, these, kv_head, row, piece], column) for piece in of_v]
+        sums = [fade * s + (weights[:, None] * m).sum(axis=0) for s, m in zip(sums, means, strict=True)]
+        return new_top, fade * total + weights.sum(), sums
+
+    nothing = jnp.float32(LOWEST), jnp.float32(0), [jnp.zeros(piece.size, jnp.float32) for piece in of_v]
+    top, total, sums = lax.fori_loop(0, pl.cdiv(splits, size), step, nothing)
+    if sinks_ref is not None:
+        sink = sinks_ref[0, 0, kv_head, row]
+        new_top = jnp.maximum(top, sink)
+        fade = jnp.exp(top - new_top)
+        total, sums = fade * total + jnp.exp(sink - new_top), [fade * s for s in sums]
+    for piece, s in zip(of_v, sums, strict=True):
+        store(merged_ref.at[batch, kv_head, row, piece], (s / total).astype(merged_ref.dtype))
 
 
 def _kernel(

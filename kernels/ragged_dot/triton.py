@@ -26,7 +26,7 @@ from kernels.coded_matmul import triton as coded_triton
 from kernels.ragged_dot import shared
 from kernels.ragged_dot.shared import Matrices, Rows
 from kernels.stacked import Stacked
-from kernels.tiles import Tiles, mean_rows, spans, with_rest
+from kernels.tiles import Tiles, mean_rows, spans
 
 
 PLATFORMS = ("gpu",)
@@ -60,7 +60,7 @@ def _rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -
     rows = mean_rows(tokens, groups, least=triton.SMALLEST, most=128)
     shape_class = f"rows{rows}" if rows < 128 else "shallow" if depth <= SHALLOW else "deep"
     sizes = blocks.sizes(__name__, "int8" if w.dtype == jnp.int8 else "matrices", x.dtype, shape_class)
-    tiles = Tiles.of(with_rest(group_sizes, tokens), tokens, sizes["rows"])
+    tiles = Tiles.with_rest(group_sizes, tokens, sizes["rows"])
 
     # Programs start along the grid's first axis, then along its second. So a band of rows takes one block of columns
     # after another: both sides of the products that run at a time are a few megabytes, and stay in the L2 cache.

@@ -81,6 +81,7 @@ class Compiled(NamedTuple):
     moved: float  # bytes that the step reads and writes; a mixture is assumed to read all experts
     needed: float  # bytes of the weights and caches that it reads, and of recurrent states that it writes
     state: float  # bytes of one layer's recurrent states, one state per row; 0 without any
+    kernels: int  # that the step starts
 
 
 def measure(chip: str, *steps: Step) -> list[Compiled]:
@@ -158,8 +159,8 @@ def _changed(config: Any, changes: dict[str, Any]) -> Any:
 
 
 def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, ...]]:
-    """Returns the decode step, the shapes of its arguments (cache, model, tokens, positions), and the last fields of
-    `Compiled` except `moved`: cache, matrix, needed and state.
+    """Returns the decode step, the shapes of its arguments (cache, model, tokens, positions), and four fields of
+    `Compiled`: cache, matrix, needed and state.
     """
     config: Any = zoo.config(step.model)
     changes: dict[str, Any] = dict(num_hidden_layers=step.layers)
@@ -226,8 +227,9 @@ def _compile(chip: str, steps: list[Step]) -> list[Compiled]:
         if dump := os.environ.get("DECODE_STEP_TEXT"):
             Path(dump).write_text(text)
         assert memory is not None
-        moved = sum(kernel.bytes * kernel.times for kernel in breakdown.kernels(text))
-        found.append(Compiled(results(text), memory.temp_size_in_bytes, cache, matrix, moved, needed, state))
+        kernels = breakdown.kernels(text)
+        moved, started = (sum(each(k) * k.times for k in kernels) for each in (lambda k: k.bytes, lambda _: 1))
+        found.append(Compiled(results(text), memory.temp_size_in_bytes, cache, matrix, moved, needed, state, started))
     return found
 
 
@@ -239,6 +241,7 @@ if __name__ == "__main__":
             options: dict[str, Any] = dict(zip(("cache", "quantize"), more[2:], strict=False))
             options |= dict(zip(("layers", "queries"), map(int, more[:2]), strict=False))
             (compiled,) = measure(chip, Step(model, int(batch), int(length), **options))
+            print(f"{compiled.kernels:,} kernels")
             print(f"{compiled.temporary:,} temporary bytes; an array of a layer's cache has {compiled.cache:,.0f}")
             print(
                 f"{compiled.moved:,.0f} bytes moved, {compiled.needed:,.0f} needed, a matrix has {compiled.matrix:,.0f}"

@@ -258,6 +258,7 @@ def test_a_nan_in_a_matrix_stays_in_its_rows(implementation):
 
 
 plan = jax.jit(Tiles.of, static_argnums=(1, 2), static_argnames=("aligned", "empty"))
+few = jax.jit(Tiles.with_rest, static_argnums=(1, 2))
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)
@@ -283,6 +284,22 @@ def test_the_work_is_that_of_the_rows(training, decode):
                 least = sum(-(-counts // size))
             assert len(group) == least + empty * sum(counts == 0)
             assert set(group) >= set(range(len(group_sizes)) if empty else groups)
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 8), max_size=40), st.integers(0, 3))
+def test_few_rows_have_the_same_tiles_among_empty_ones(groups, rest):
+    """Of 40 rows of 50 groups, some are of no group."""
+    sizes = np.bincount(groups, minlength=50).astype(np.int32)
+    sizes[:rest] = 0
+
+    def filled(tiles):
+        group, first, end = map(np.asarray, (tiles.group, tiles.first, tiles.end))
+        return [(g, rows.start, rows.stop) for g, rows in zip(group, map(range, first, end), strict=True) if rows]
+
+    of_groups, expected = filled(few(sizes, 40, 4)), filled(plan(np.append(sizes, np.int32(40)), 40, 4))
+    assert [each for each in of_groups if each[0] < 50] == [each for each in expected if each[0] < 50]
+    assert [row for _, *rows in of_groups for row in range(*rows)] == list(range(40))
 
 
 def test_rows_beyond_the_groups_are_a_group():

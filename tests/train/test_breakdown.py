@@ -171,6 +171,22 @@ def test_every_kind_of_kernel():
     assert [tuple(kernel) for kernel in found] == [tuple(kernel) for kernel in known]
 
 
+def test_a_kernel_outside_of_a_loop_reads_one_layer():
+    """The layer's number follows the array of all, and scales follow the number. A layer's state is written in place."""
+    text = """HloModule jit_step
+ENTRY %main (q: bf16[2,64]) -> (bf16[2,64], f32[4,2,8]) {
+  %q = bf16[2,64]{1,0} parameter(0)
+  %all = s8[4,100,64]{2,1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %scales = f32[4,100]{1,0} parameter(3)
+  %states = f32[4,2,8]{2,1,0} parameter(4)
+  ROOT %c = (bf16[2,64]{1,0}, f32[4,2,8]{2,1,0}) custom-call(%q, %all, %n, %scales, /*index=4*/%states, %n), custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{1}: (4, {})}
+}
+"""
+    (found,) = kernels(text)
+    assert found.bytes == 2 * 2 * 64 + 100 * 64 + 4 + 4 * 100 + 4 * 2 * 8 + 4 + 2 * 2 * 64 + 4 * 2 * 8
+
+
 @pytest.mark.parametrize(
     ("tokens", "heads", "window", "labels"),
     [

@@ -1,5 +1,7 @@
 """Caches against a plain dictionary, decoding families against transformers, and local layers' memory by shape."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,12 +10,13 @@ import pytest
 
 import zoo
 from kernels import Tokens
+from kernels.backends.device import Device
 from kernels.stacked import read
 from tests.zoo import tiny
 from tests.zoo.programs import STACKS, decode, error, init_cache
 from zoo import registry
 from zoo.config import read as read_config
-from zoo.nn import rows
+from zoo.nn import rows, stack
 from zoo.nn.cache import KV, LatentKV, WindowKV
 
 
@@ -250,3 +253,20 @@ def test_wider_windows():
     caches = eqx.filter_eval_shape(lambda m: zoo.nn.cache.init_cache(m, 1, 2048, widen=5), model)
     rings = [c for c in jax.tree.leaves(caches, is_leaf=lambda c: isinstance(c, WindowKV)) if isinstance(c, WindowKV)]
     assert {ring.k.shape[2] for ring in rings} == {512 + 5}
+
+
+def test_a_gpus_step_has_no_loop_over_layers(load, monkeypatch):
+    """It gives the same logits and caches."""
+    model, tokens = load("gemma3"), tiny.TOKENS[:, :3]
+
+    def stepped():
+        positions = jnp.tile(jnp.arange(3), (2, 1))
+        step = lambda tokens: model.decode(tokens, model.init_cache(2, 16, jnp.float32), positions=positions)
+        lowered = jax.jit(step).lower(tokens)
+        return "while" in lowered.as_text(), lowered.compile()(tokens)
+
+    in_a_loop, expected = stepped()
+    monkeypatch.setattr(stack, "device", lambda: Device("gpu", "NVIDIA H200"))
+    still, got = stepped()
+    assert in_a_loop and not still
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got, expected)

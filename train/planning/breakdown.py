@@ -265,6 +265,20 @@ def _kernel(i: Instruction, home: Computation, seen: float, filled: float, turns
     return Kernel(kind, flops, moved, 1)
 
 
+def _parts(texts: list[str], n: int, turns: int) -> int:
+    """Returns how many layers operand `n` of a kernel holds, given the operands' types. The kernel reads one of them.
+
+    A loop's kernel reads an array whose first axis is as long as the loop has turns. Outside of loops the number of the
+    layer follows the array, and is followed by the array's scales, as in `kernels.stacked.Stacked`.
+    """
+    shape, number = _shape(texts[n]), re.compile(r"s32\[\](\{|$)")
+    if shape[:1] == (turns,):
+        return turns
+    is_stack = n + 1 < len(texts) and number.match(texts[n + 1])
+    is_scale = n > 1 and number.match(texts[n - 1]) and shape[:1] == _shape(texts[n - 2])[:1]
+    return shape[0] if shape and (is_stack or is_scale) else 1
+
+
 def _aside(kernel: Kernel) -> Kernel:
     """Marks a copy as one that runs beside other kernels, and not between them."""
     return kernel._replace(kind=ASIDE) if kernel.kind == COPIES else kernel
@@ -309,16 +323,16 @@ def _product(result: str, side: str, contracted: Iterable[str | int]) -> float:
 def _custom(i: Instruction, home: Computation, seen: float, filled: float, turns: int) -> Kernel:
     """Describes a kernel of ours or of a library.
 
-    If an array's first axis is as long as the loop has turns, such as all layers' weights, each turn reads one part. In
-    the same way each turn writes one part of an array that it changes in place, such as all layers' states.
+    Of an array of all layers it reads one part, and writes one where it changes the array in place (`_parts`).
     """
     target = LIBRARY.findall(i.line)[0]
     texts = [home.text(operand) for operand in i.operands]
-    parts = lambda text: turns if _shape(text)[:1] == (turns,) else 1
-    in_place = re.findall(r"\{(\d*)\}: \(\d+,", i.line.partition("output_to_operand_aliasing=")[2].partition(")}")[0])
+    aliases = i.line.partition("output_to_operand_aliasing=")[2].partition(")}")[0]
+    in_place = {int(made or 0): int(n) for made, n in re.findall(r"\{(\d*)\}: \((\d+),", aliases)}
+    parts = [_parts(texts, n, turns) for n in range(len(texts))]
     made = ELEMENT.findall(re.sub(r"s8\[\d+\]", "", i.result))  # without cuBLAS's workspace
-    moved = sum(_bytes(text) / parts(text) for text in texts)
-    moved += sum(_bytes(text) / (parts(text) if str(n) in in_place else 1) for n, text in enumerate(made))
+    moved = sum(_bytes(text) / part for text, part in zip(texts, parts, strict=True))
+    moved += sum(_bytes(text) / (parts[in_place[n]] if n in in_place else 1) for n, text in enumerate(made))
     if target == "__cublas":
         contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.line)[0]
         return Kernel(PRODUCTS, _product(i.result, texts[0], re.findall(r"\d+", contracted)), moved, 1)

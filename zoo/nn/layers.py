@@ -66,10 +66,7 @@ class Linear(AbstractLinear):
         y = kernels.product("...i,oi->...o", x, self.weight)
         if self.bias is None:
             return y
-        if device().platform == "gpu" and x.size <= FEW_ROWS * x.shape[-1]:
-            # Otherwise the sum is made a part of cuBLAS's product, and XLA copies the layer's matrix out of the stack.
-            y = jax.lax.optimization_barrier(y)
-        return y + spread(self.bias, y.shape)
+        return _plain_product(y) + spread(self.bias, y.shape)
 
     def matrix(self, dtype: DTypeLike) -> Float[Array, "out in"]:
         return self.weight.astype(dtype)
@@ -77,6 +74,16 @@ class Linear(AbstractLinear):
     def partition_specs(self, spec: P) -> "Linear":
         placed = eqx.tree_at(lambda m: m.weight, self, spec)
         return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
+
+
+def _plain_product(y: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
+    """Keeps the product y of few rows apart from what is done with it, on a GPU.
+
+    Otherwise the sum with a bias, or a GELU, becomes a part of cuBLAS's product, and XLA copies the layer's matrix out
+    of the stack.
+    """
+    few = device().platform == "gpu" and y.size <= FEW_ROWS * y.shape[-1]
+    return jax.lax.optimization_barrier(y) if few else y
 
 
 class AbstractExpertLinear(eqx.Module):
@@ -232,7 +239,7 @@ def swiglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> 
 
 def geglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
     """Computes gelu(gate) * up (arXiv:2002.05202), with gelu's approximation by tanh."""
-    return _gelu_times(checkpoint_name(gate, MLP_GATE), checkpoint_name(up, MLP_UP))
+    return _gelu_times(checkpoint_name(_plain_product(gate), MLP_GATE), checkpoint_name(up, MLP_UP))
 
 
 def gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:

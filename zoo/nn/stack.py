@@ -18,6 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from kernels import Tokens, counted, mesh
+from kernels.attention import FEW
+from kernels.backends.device import device
 from kernels.stacked import Stacked
 from zoo.nn.cache import AbstractCache
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear
@@ -504,6 +506,9 @@ def _scan_with_caches(
     Caches are in the carry, where XLA writes them in place. As scanned inputs and outputs they would be copied whole at
     every step. Arrays that kernels read in place are not scanned either: each layer gets a reference to its part of the
     whole, `Stacked`, which a kernel reads without a copy.
+
+    For a few tokens of each row a GPU has no loop. A layer's number is a constant then, so that no kernel cuts weights
+    out of arrays. What is the same in all layers, such as rotary angles, is computed once.
     """
     if any(map(_is_apart, jax.tree.leaves(period, is_leaf=_is_apart))):
         return _run_apart(period, repeats, x, caches, at, own_inputs, shared, after)
@@ -518,8 +523,9 @@ def _scan_with_caches(
         x, caches, reports, handed_on = _run_blocks(blocks, x, caches, at, own, shared, None, after)
         return (x, caches), (reports, _once(handed_on, repeats))
 
-    of_repeats = (jnp.arange(repeats), scanned, _by_repeat(own_inputs, repeats))
-    (x, caches), (reports, handed_on) = jax.lax.scan(one, (x, caches), of_repeats)
+    of_repeats = (np.arange(repeats, dtype=np.int32), scanned, _by_repeat(own_inputs, repeats))
+    no_loop = device().platform == "gpu" and x.shape[1] <= FEW
+    (x, caches), (reports, handed_on) = jax.lax.scan(one, (x, caches), of_repeats, unroll=no_loop)
     return x, caches, reports, _of_one_repeat(handed_on)
 
 
