@@ -289,7 +289,7 @@ def test_the_work_is_that_of_the_rows(training, decode):
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 8), max_size=40), st.integers(0, 3))
 def test_few_rows_have_the_same_tiles_among_empty_ones(groups, rest):
-    """Of 40 rows of 50 groups, some are of no group."""
+    """There are 40 rows and 50 groups, and some rows belong to none."""
     sizes = np.bincount(groups, minlength=50).astype(np.int32)
     sizes[:rest] = 0
 
