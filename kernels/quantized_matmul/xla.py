@@ -24,6 +24,8 @@ from kernels.stacked import read
 PLATFORMS = ("cpu", "gpu", "tpu")
 RANK = 3
 
+HAS_FLOAT8 = (8, 9)  # the compute capability of the first GPUs that multiply float8
+ALIGNED = 16  # cuBLASLt multiplies float8 of sides that are multiples of this
 BLACKWELL = (10, 0)  # the compute capability of the first GPUs that multiply MXFP8
 
 
@@ -48,6 +50,10 @@ def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
 
 
 def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
+    if _takes_scales(x, w, dtype):
+        # XLA hands the scales to cuBLASLt, as they are in float32, together with the values in 8 bits.
+        sides = [side.values.astype(dtype) * side.scale.astype(dtype) for side in (x, w)]
+        return _product(*sides, dtype, precision=lax.Precision.HIGHEST)
     if not w.by_pieces:
         pieces = [slice(i, i + INT32_TERMS) for i in range(0, x.values.shape[-1], INT32_TERMS)]
         # XLA scales in a separate kernel. float8 products reach it in bfloat16, in half the bytes of float32.
@@ -70,6 +76,18 @@ def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
     return lax.fori_loop(0, x_values.shape[-1] // BLOCK, add_piece, out).astype(dtype)
 
 
+def _takes_scales(x: Quantized, w: Quantized, dtype: DTypeLike) -> bool:
+    """Whether cuBLASLt's product takes the scales, too: those of whole tensors in float8, of sides it need not pad."""
+    sides = (x.values.size // x.values.shape[-1], *w.values.shape)
+    return (
+        x.values.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
+        and dtype == jnp.bfloat16
+        and x.scale.ndim == w.scale.ndim == 0
+        and (device().capability or (0, 0)) >= HAS_FLOAT8
+        and all(side % ALIGNED == 0 for side in sides)
+    )
+
+
 def _mx(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
     if (device().capability or (0, 0)) < BLACKWELL:
         held = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16  # bfloat16 holds the numbers of MXFP8, too
@@ -81,10 +99,13 @@ def _mx(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
     return out.reshape(*x.values.shape[:-1], -1)
 
 
-def _product(x: Array, w: Array, dtype: DTypeLike = jnp.float32) -> Float[Array, "*batch out"]:
+def _product(
+    x: Array, w: Array, dtype: DTypeLike = jnp.float32, precision: lax.Precision | None = None
+) -> Float[Array, "*batch out"]:
     """Multiplies, summing over the last axes. float8 accumulates in full float32, which cuBLASLt needs to be told."""
     integers = x.dtype == jnp.int8
-    precision = lax.Precision.HIGHEST if x.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2) else None
+    if x.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        precision = lax.Precision.HIGHEST
     out = lax.dot_general(
         x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=precision,
         preferred_element_type=jnp.int32 if integers else dtype,

@@ -88,7 +88,7 @@ def test_xla_hands_eight_bits_to_cublaslt(dtype, call, granularity, shape):
 
 @needs_compiler
 def test_training_in_fp8_quantises_in_few_passes(tmp_path):
-    """Every product is cuBLASLt's float8 product, and layers move at most 1.25 times their bytes in bfloat16.
+    """Every product is cuBLASLt's float8 product, and layers move at most 1.1 times their bytes in bfloat16.
 
     Each gradient is read once for its scale, and once more to be written in 8 bits in both layouts.
     """
@@ -114,4 +114,4 @@ def test_training_in_fp8_quantises_in_few_passes(tmp_path):
         text = file.read_text()
         moved[low] = sum(kernel.bytes * kernel.times for kernel in breakdown.kernels(text))
     assert {*re.findall(r'custom_call_target="(__cublas[^"]*)"', text)} == {"__cublas$lt$matmul$f8"}
-    assert moved[True] < 1.25 * moved[False], moved
+    assert moved[True] < 1.1 * moved[False], moved

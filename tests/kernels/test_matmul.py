@@ -283,6 +283,22 @@ def test_memory_does_not_grow_with_the_blocks(dtype):
     assert memory < 4 * (ins / 128) * rows * outs * 4
 
 
+def test_scales_of_whole_tensors_go_into_the_product(monkeypatch):
+    """On GPUs with float8 each side is multiplied by its own scale, for XLA to hand both to cuBLASLt.
+
+    Here it multiplies dequantised values, with scales in bfloat16.
+    """
+    given = arrays(rows=(48,), ins=384, outs=160, dtype=jnp.bfloat16)
+    options = dict(granularity="tensor", activations=True, gradients="quantized")
+    monkeypatch.setattr(xla, "device", lambda: Device("gpu", "NVIDIA H200"))
+    product = functools.partial(xla.quantized_matmul.__wrapped__, formula=Formula(FP8, **options))
+    step = lambda x, w, d_out: (lambda out, gradient: (out, *gradient(d_out)))(*jax.vjp(product, x, w, None))
+    products = [e for e in jax.make_jaxpr(step)(*given).eqns if e.primitive.name == "dot_general"]
+    assert [side.aval.dtype for product in products for side in product.invars] == 6 * [jnp.bfloat16]
+    actual = jax.device_get(jax.jit(step, compiler_options=QUICK)(*given))[:3]
+    assert np.max(errors(actual, oracle(*given, FP8, **options))) < 1e-2
+
+
 @functools.cache
 def gradients_inside_scan_checkpoint_and_vmap(implementation):
     x, w, _ = arrays(rows=(2, 20), ins=130, outs=130)
