@@ -52,8 +52,8 @@ def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
 def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
     if _takes_scales(x, w, dtype):
         # XLA hands the scales to cuBLASLt, as they are in float32, together with the values in 8 bits.
-        sides = [side.values.astype(dtype) * side.scale.astype(dtype) for side in (x, w)]
-        return _product(*sides, dtype, precision=lax.Precision.HIGHEST)
+        rows, matrix = (side.values.astype(dtype) * side.scale.astype(dtype) for side in (x, w))
+        return _product(rows, matrix, dtype, lax.Precision.HIGHEST)
     if not w.by_pieces:
         pieces = [slice(i, i + INT32_TERMS) for i in range(0, x.values.shape[-1], INT32_TERMS)]
         # XLA scales in a separate kernel. float8 products reach it in bfloat16, in half the bytes of float32.
@@ -79,11 +79,13 @@ def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
 def _takes_scales(x: Quantized, w: Quantized, dtype: DTypeLike) -> bool:
     """Whether cuBLASLt's product takes the scales, too: those of whole tensors in float8, of sides it need not pad."""
     sides = (x.values.size // x.values.shape[-1], *w.values.shape)
+    capability = device().capability
     return (
         x.values.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
         and dtype == jnp.bfloat16
         and x.scale.ndim == w.scale.ndim == 0
-        and (device().capability or (0, 0)) >= HAS_FLOAT8
+        and capability is not None
+        and capability >= HAS_FLOAT8
         and all(side % ALIGNED == 0 for side in sides)
     )
 
@@ -91,7 +93,8 @@ def _takes_scales(x: Quantized, w: Quantized, dtype: DTypeLike) -> bool:
 def _mx(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
     if (device().capability or (0, 0)) < BLACKWELL:
         held = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16  # bfloat16 holds the numbers of MXFP8, too
-        return _product(*(dequantize(side).astype(held) for side in (x, w))).astype(dtype)
+        rows, matrix = (dequantize(side).astype(held) for side in (x, w))
+        return _product(rows, matrix).astype(dtype)
     one_batch = lambda side: side.reshape(1, -1, side.shape[-1])
     values = (one_batch(whole_pieces(side.values, MX)) for side in (x, w))
     scales = (one_batch(side.scale.astype(jnp.float8_e8m0fnu)) for side in (x, w))

@@ -104,8 +104,7 @@ def train_step(
 
     A step that `check_step` rejects is skipped: only the number of the step and the place in the schedule change.
     """
-    model = cast(to_device(state.model), recipe.compute_dtype)
-    model = model if places is None else gathered(model, places)
+    model = gathered(cast(to_device(state.model), recipe.compute_dtype), places)
     parameters, rest = eqx.partition(model, eqx.is_inexact_array)
     tokens = jnp.sum(batch["segments"] != 0)
 
@@ -133,11 +132,7 @@ def train_step(
 
 
 def mean_gradients(
-    recipe: Recipe,
-    evaluate: Callable[..., Losses],
-    parameters: Any,
-    batch: Batch,
-    tokens: Int[Array, ""],
+    recipe: Recipe, evaluate: Callable[..., Losses], parameters: Any, batch: Batch, tokens: Int[Array, ""]
 ) -> tuple[Any, Scalars, Reports]:
     """Computes the gradients of the mean loss over a batch, one microbatch after another.
 
