@@ -209,8 +209,8 @@ def whole(parameters: T) -> T:
 def gathered(parameters: T, places: Any) -> T:
     """Gathers parameters over the replicas, in a function that is traced, and in the dtype that they have now.
 
-    `places` are their shardings in the state; None: there are no replicas. With the last sharding alone XLA might gather
-    them before a cast.
+    `places` are their shardings in the state; None: there are no replicas. With the last sharding alone XLA might
+    gather them before a cast.
     """
     if places is None:
         return parameters
