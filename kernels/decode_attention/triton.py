@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from kernels.attention.reference import LOWEST, by_head, by_token
+from kernels.attention.reference import LOWEST, by_head
 from kernels.attention.shared import Formula
 from kernels.attention.triton import Block, capped, product, row_of, to_log2
 from kernels.backends import blocks
@@ -124,15 +124,16 @@ def decode_attention(
     if sinks is not None:
         sinks = jnp.maximum(sinks.astype(jnp.float32), LOWEST)
         sinks = jnp.repeat(sinks, seq).reshape(1, 1, kv_heads, seq * group)  # in the order of `by_head`
-    return by_token(_merge(out, lse, sinks, q.dtype), heads)
+    return _merge(out, lse, sinks, seq, q.dtype)
 
 
 def _merge(
     out: Float[Array, "batch splits kv_heads rows v_dim"],
     lse: Float[Array, "batch splits kv_heads rows"],
     sinks: Float[Array, "1 1 kv_heads rows"] | None,
+    seq: int,
     dtype: DTypeLike,
-) -> Float[Array, "batch kv_heads rows v_dim"]:
+) -> Float[Array, "batch seq heads v_dim"]:
     """Weights the means of the splits by a softmax of their log-sum-exps, in one kernel, where XLA takes two or three.
 
     A sink is one more log-sum-exp, of values that are zero.
@@ -145,7 +146,7 @@ def _merge(
         sinks,
         name="decode_attention_merge",
         grid=(rows, kv_heads, batch),
-        results=jax.ShapeDtypeStruct((batch, kv_heads, rows, v_dim), dtype),
+        results=jax.ShapeDtypeStruct((batch, seq, kv_heads * rows // seq, v_dim), dtype),
         warps=4,
         stages=2,
         cost=pl.CostEstimate(flops=2 * out.size, transcendentals=lse.size, bytes_accessed=4 * (out.size + lse.size)),
@@ -153,7 +154,7 @@ def _merge(
 
 
 def _merge_kernel(out_ref: Any, lse_ref: Any, sinks_ref: Any, merged_ref: Any) -> None:
-    """Merges the splits of one row."""
+    """Merges the splits of one row: of a token and a head."""
     row, kv_head, batch = (pl.program_id(axis) for axis in range(3))
     (_, splits, _, _, v_dim), size = out_ref.shape, min(MERGED, pl.next_power_of_2(out_ref.shape[1]))
     of_v = pieces(v_dim)
@@ -177,8 +178,10 @@ def _merge_kernel(out_ref: Any, lse_ref: Any, sinks_ref: Any, merged_ref: Any) -
         new_top = jnp.maximum(top, sink)
         fade = jnp.exp(top - new_top)
         total, sums = fade * total + jnp.exp(sink - new_top), [fade * s for s in sums]
+    seq = merged_ref.shape[1]
+    token, head = row % seq, kv_head * (out_ref.shape[3] // seq) + row // seq
     for piece, s in zip(of_v, sums, strict=True):
-        store(merged_ref.at[batch, kv_head, row, piece], (s / total).astype(merged_ref.dtype))
+        store(merged_ref.at[batch, token, head, piece], (s / total).astype(merged_ref.dtype))
 
 
 def _kernel(
