@@ -86,6 +86,7 @@ def packed(
         arrays["experts"] = np.zeros((rows, seq_len, *texts[0].experts.shape[1:]), np.int32)
     if texts and texts[0].support is not None:
         arrays["support"] = np.zeros((rows, seq_len, texts[0].support.shape[1]), np.int32)
+    arrays_of = list(map(_arrays_of, texts))
     for row, documents in enumerate(table):
         end, branch = 0, 0
         for segment, (of, members) in enumerate(documents.items(), 1):
@@ -93,7 +94,7 @@ def packed(
             pieces = [(members[0], 0, 0, trunk), *((n, branch + i, trunk, length(n)) for i, n in enumerate(members, 1))]
             for n, number, first, last in pieces:
                 here, end = slice(end, end + last - first), end + last - first
-                for name, values in _arrays_of(texts[n]).items():
+                for name, values in arrays_of[n].items():
                     arrays[name][row, here] = values[first:last]
                 arrays["segments"][row, here] = segment
                 if "branches" in arrays:
@@ -126,13 +127,13 @@ def _beginnings(texts: Sequence[Text]) -> list[Beginning]:
             of = n
         members.setdefault(of, []).append(n)
     found = [Beginning(n, 0) for n in range(len(texts))]
+    saved = sum((len(some) - 1) * (len(prompts[of]) - 1) for of, some in members.items())
+    if saved < WORTH * sum(len(text.tokens) - 1 for text in texts):
+        return found
     for of, some in members.items():
         if len(some) > 1:
             for n in some:
                 found[n] = Beginning(of, len(prompts[of]) - 1)
-    saved = sum((len(some) - 1) * (len(prompts[of]) - 1) for of, some in members.items())
-    if saved < WORTH * sum(len(text.tokens) - 1 for text in texts):
-        return [Beginning(n, 0) for n in range(len(texts))]
     return found
 
 
