@@ -3,7 +3,7 @@
 XLA chooses by the shapes of whole arrays how it adds numbers up. On a CPU it multiplies a single row in another way
 than several rows, and sums few rows of features in another order than many. Here a single row gets a second one beside
 it, and sums are written out, so that XLA has nothing to choose. Outside of `prefer("invariant")` these are the plain
-functions of JAX.
+functions of JAX; only on a CPU a product may have its weight's gradient computed the other way round.
 """
 
 import math
@@ -40,7 +40,8 @@ def product(subscripts: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> 
     of_x, of_w = subscripts.split("->")[0].split(",")
     axes = x.ndim - len(set(of_x) & set(of_w))  # of rows
     if not invariant():
-        return jnp.einsum(subscripts, x, w)
+        widens = subscripts == "...i,oi->...o" and w.shape[0] > w.shape[1] and x.dtype == w.dtype
+        return _widened(x, w) if widens and device().platform == "cpu" else jnp.einsum(subscripts, x, w)
     rows, named = math.prod(x.shape[:axes]), 1 if "..." in of_x else axes
     # All rows along one axis, so that XLA has the same product of two matrices for any shape; and two of them at least.
     x_rows = x.reshape(rows, *(1,) * (named - 1), *x.shape[axes:])
@@ -48,6 +49,25 @@ def product(subscripts: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> 
     # The barriers keep XLA from multiplying the row that is used alone.
     out = jax.lax.optimization_barrier(jnp.einsum(subscripts, jax.lax.optimization_barrier(x_rows), w))
     return out[:rows].reshape(*x.shape[:axes], *out.shape[named:])
+
+
+@jax.custom_vjp
+def _widened(x: Float[Array, "*batch in"], w: Float[Array, "out in"]) -> Float[Array, "*batch out"]:
+    """Computes x @ w.T for a w of more rows than columns, with a gradient of w for a CPU.
+
+    That gradient is a product of x and y's gradient. XLA transposes its first factor for it, in one loop with what
+    makes the factor. JAX would put y's gradient first: the larger one, whose loop is the derivative of the activation
+    behind y, read in strides. So x comes first, and the result is transposed.
+    """
+    return jnp.einsum("...i,oi->...o", x, w)
+
+
+def _widened_backward(of: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, w = of
+    return jnp.einsum("...o,oi->...i", gradient, w), jnp.einsum("...i,...o->io", x, gradient).T
+
+
+_widened.defvjp(lambda x, w: (jnp.einsum("...i,oi->...o", x, w), (x, w)), _widened_backward)
 
 
 def total(x: Float[Array, "*shape"], axis: int = -1) -> Float[Array, "*sums"]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kernels
 from kernels.sums import largest, lookup, permuted, pick, scaled, spread, sums_of_rows
 
 
@@ -115,3 +116,20 @@ def test_sums_of_rows(length, kind):
         jnp.asarray(rows[shuffled], jnp.float32), jnp.asarray(index[shuffled]), 300
     )
     np.testing.assert_allclose(got, added(index, rows, 300), rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("out", (96, 40), ids=("wide", "narrow"))
+def test_a_cpu_transposes_the_narrow_factor_of_a_weights_gradient(out):
+    rows, features = 64, 48
+    x, w, up = rounded(2, rows // 2, features), rounded(out, features), rounded(2, rows // 2, out)
+    loss = lambda x, w, up: jnp.sum(jax.nn.silu(kernels.product("...i,oi->...o", x, w)) * up)
+    step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    arrays = [jnp.asarray(a, jnp.float32) for a in (x, w, up)]
+    y = x @ w.T
+    sigmoid = 1 / (1 + np.exp(-y))
+    d_y = up * sigmoid * (1 + y * (1 - sigmoid))
+    for actual, expected in zip(step(*arrays), (d_y @ w, np.einsum("bso,bsi->oi", d_y, x)), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-6 * np.abs(expected).max())
+    program = step.lower(*arrays).compile().as_text()
+    transposed = [size for size in (features, out) if f"f32[{size},{rows}]" in program]
+    assert transposed == [min(features, out)]
