@@ -31,7 +31,7 @@ WRITTEN = (".md", ".ipynb")  # files with text and links
 REFERENCE = {
     "zoo": "zoo zoo.load zoo.source zoo.registry zoo.surgery zoo.activations zoo.quantized zoo.lora zoo.mesh "
     "zoo.evaluation zoo.retrieval zoo.verify",
-    "zoo.nn": "zoo.nn.model zoo.nn.layers zoo.nn.stack zoo.nn.cache zoo.nn.rope zoo.nn.moe zoo.nn.heads",
+    "zoo.nn": "zoo.nn.model zoo.nn.layers zoo.nn.block zoo.nn.stack zoo.nn.cache zoo.nn.rope zoo.nn.moe zoo.nn.heads",
     "zoo.generation": "zoo.generation.generate zoo.generation.complete zoo.generation.engine zoo.generation.sampling "
     "zoo.generation.speculative zoo.generation.constraints",
     "zoo.text": "zoo.text.tokenizer zoo.text.prompts zoo.weights.peft",

@@ -18,8 +18,9 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from kernels import mesh
+from zoo.nn.block import AbstractBlock, AbstractSharingBlock, Report
 from zoo.nn.model import AbstractModel, Images
-from zoo.nn.stack import AbstractBlock, AbstractSharingBlock, Report, Stack
+from zoo.nn.stack import Stack
 from zoo.surgery import path_name
 
 

@@ -15,10 +15,11 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from kernels.mesh import FSDP, PARAMETERS, STAGE, TENSOR, fitting
+from zoo.nn.block import AbstractBlock
 from zoo.nn.heads import AbstractHead
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, Float32
 from zoo.nn.model import AbstractModel
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import Stack
 
 
 T = TypeVar("T")

@@ -27,9 +27,10 @@ import convert.files
 import convert.tensors
 import zoo
 from kernels import Tokens
+from zoo.nn.block import run_block
 from zoo.nn.fields import NOT_CARRIED
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
-from zoo.nn.stack import Reports, Stack, run_block
+from zoo.nn.stack import Reports, Stack
 from zoo.source import Source
 from zoo.surgery import modules
 from zoo.weights import checkpoint

@@ -24,8 +24,8 @@ from train.state.state import Lora, StateOptions, TrainState, abstract_state, in
 from train.step.update import updated
 from train.watch import memory
 from zoo.mesh import make_mesh
+from zoo.nn.block import AbstractBlock
 from zoo.nn.layers import Float32, Linear
-from zoo.nn.stack import AbstractBlock
 from zoo.registry import family_of
 from zoo.weights.checkpoint import skeleton
 

@@ -23,8 +23,9 @@ from train.state.optim import (
 from train.state.state import abstract_state
 from zoo.mesh import make_mesh
 from zoo.models import deepseek3, gpt_oss, qwen3
+from zoo.nn.block import AbstractBlock
 from zoo.nn.layers import Embedding, ExpertLinear, Linear
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import Stack
 from zoo.surgery import path_name
 
 

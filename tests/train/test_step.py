@@ -27,8 +27,9 @@ from train.step.language import cross_entropy
 from train.step.step import Recipe, jit_train_step, train_step
 from zoo.mesh import make_mesh
 from zoo.models import llama, qwen3
+from zoo.nn.block import AbstractBlock
 from zoo.nn.layers import Linear
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import Stack
 from zoo.surgery import cast, shardings
 from zoo.weights.checkpoint import skeleton
 

@@ -23,9 +23,10 @@ from train.step.language import features
 from zoo import registry, surgery
 from zoo.generation.decoding import init_state
 from zoo.nn import cache as caches
+from zoo.nn.block import AbstractDecoderBlock, AbstractSharingBlock
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
-from zoo.nn.stack import AbstractDecoderBlock, AbstractSharingBlock, Stack
+from zoo.nn.stack import Stack
 from zoo.verify import Recorder
 
 
@@ -225,7 +226,7 @@ def test_its_products_are_counted(monkeypatch):
 
 
 def test_an_encoder_has_no_cache():
-    class Encoder(zoo.nn.stack.AbstractBlock):
+    class Encoder(zoo.nn.block.AbstractBlock):
         def __call__(self, x, cache, at):
             return x, None, None
 

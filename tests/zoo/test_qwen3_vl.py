@@ -19,8 +19,9 @@ from tests.zoo import seeing, tiny
 from tests.zoo.programs import error, same
 from tests.zoo.tiny.qwen3_vl import FILM, Qwen3VL
 from zoo.models import qwen3_vl
+from zoo.nn.block import AbstractBlock
 from zoo.nn.rope import MultiAxisRotary, Rotary
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import Stack
 from zoo.text.prompts import encode_prompt
 from zoo.weights import checkpoint
 from zoo.weights.checkpoint import skeleton

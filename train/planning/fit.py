@@ -59,7 +59,7 @@ def saved_bytes(config: AbstractConfig, mesh: Mesh, *, rows: float | int, seq: i
     """Estimates the bytes that a device saves of `rows` rows, in all layers, for the backward pass."""
     tokens = rows * seq / math.prod(mesh.shape[axis] for axis in (*BATCH, CONTEXT))
     inputs = 2.0 * tokens * config.hidden_size * config.num_hidden_layers
-    inputs /= mesh.shape[TENSOR] if mesh.shape[CONTEXT] == mesh.shape[STAGE] == 1 else 1  # nn.stack.spread_tokens
+    inputs /= mesh.shape[TENSOR] if mesh.shape[CONTEXT] == mesh.shape[STAGE] == 1 else 1  # nn.block.spread_tokens
     # The results of products: a product has, for each token, about as many numbers as it has weights / model width.
     results = 2 * tokens * products_per_token(config, seq).layers / config.hidden_size / mesh.shape[TENSOR]
     outputs = 2 * tokens * products_per_token(config, 1).attention / mesh.shape[TENSOR]  # attention's outputs

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float
 
 from kernels import mesh
 from train.base.options import Group, OptionGroup, option
+from zoo.nn.block import AbstractBlock
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.mtp import AbstractMTP
-from zoo.nn.stack import AbstractBlock
 from zoo.surgery import is_stacked, path_name
 
 

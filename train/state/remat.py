@@ -14,9 +14,9 @@ from kernels.delta_rule import shared as delta_rule
 from kernels.quantized_matmul import shared as matmul
 from kernels.ragged_dot import SAVED as EXPERTS
 from train.base.options import Group, OptionGroup, option
+from zoo.nn.block import LAYER_INPUT
 from zoo.nn.layers import MLP_GATE, MLP_UP
 from zoo.nn.routing import LOGITS
-from zoo.nn.stack import LAYER_INPUT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

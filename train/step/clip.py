@@ -16,9 +16,10 @@ from kernels.attention import logits
 from kernels.tokens import padding
 from train.step.microbatches import Largest
 from zoo.lora import combine
+from zoo.nn.block import AbstractBlock, AbstractSharingBlock, Report, Shared, run_block
 from zoo.nn.cache import AbstractCache
 from zoo.nn.clip import AbstractScalableAttention, scaled
-from zoo.nn.stack import AbstractBlock, AbstractSharingBlock, Report, Reports, Shared, run_block
+from zoo.nn.stack import Reports
 from zoo.registry import family_of
 from zoo.surgery import modules
 

@@ -12,8 +12,9 @@ from kernels import Tokens
 from train.step.microbatches import per, split
 from train.step.step import Batch, Recipe
 from zoo.lora import combine
+from zoo.nn.block import AbstractBlock, AbstractSharingBlock, Report, Shared, run_block
 from zoo.nn.cache import AbstractCache
-from zoo.nn.stack import AbstractBlock, AbstractSharingBlock, Report, Shared, Stack, run_block
+from zoo.nn.stack import Stack
 from zoo.surgery import cast, modules, path_name, with_remat
 
 

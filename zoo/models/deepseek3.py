@@ -20,6 +20,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import LatentKV
 from zoo.nn.fields import text_config
 from zoo.nn.layers import (
@@ -36,7 +37,7 @@ from zoo.nn.model import Family, OneOf, Released, causal_keys
 from zoo.nn.mtp import AbstractMTPModel, NextNMTP
 from zoo.nn.rope import InterleavedRotary, YarnScaling
 from zoo.nn.routing import BiasedRouter, rebalance
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)

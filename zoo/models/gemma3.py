@@ -20,12 +20,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.fields import fill_layers, typed
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
 from zoo.nn.model import AbstractVisionModel, Family, Images, Released, causal_keys
 from zoo.nn.rope import LinearScaling, RopeScaling, Rotary
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 from zoo.vision.model import AbstractVision, AbstractVisionConfig, AbstractVisionKeys, Nested, by_parts
 from zoo.vision.processors.gemma3 import Gemma3
 from zoo.vision.towers import siglip

@@ -26,6 +26,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import pick, scaled, spread
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock, AbstractSharingBlock, Shared
 from zoo.nn.cache import KV, NoCache, WindowKV, init_kv
 from zoo.nn.fields import fill_layers
 from zoo.nn.layers import (
@@ -42,7 +43,7 @@ from zoo.nn.layers import (
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
 from zoo.nn.rope import ProportionalRotary, Rotary
 from zoo.nn.routing import Router
-from zoo.nn.stack import AbstractDecoderBlock, AbstractSharingBlock, Caches, Reports, Shared, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 from zoo.vision.model import AbstractVisionConfig, by_parts
 from zoo.vision.towers import gemma4 as towers
 

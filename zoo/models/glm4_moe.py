@@ -19,6 +19,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV
 from zoo.nn.layers import (
     AbstractExpertLinear,
@@ -33,7 +34,7 @@ from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, Released, causal_
 from zoo.nn.mtp import AbstractMTPModel, NextNMTP
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.routing import BiasedRouter, rebalance
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)

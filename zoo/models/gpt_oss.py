@@ -22,6 +22,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import spread
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.layers import (
@@ -35,7 +36,7 @@ from zoo.nn.layers import (
 )
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import Rotary, YarnScaling
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 YARN = YarnScaling(32.0, 4096, truncate=False)

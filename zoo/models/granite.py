@@ -16,12 +16,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV
 from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu, times
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)

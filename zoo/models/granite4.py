@@ -22,6 +22,7 @@ import kernels
 from kernels import Tokens
 from kernels.delta_rule.shared import state_products
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.fields import fill_layers
@@ -40,7 +41,7 @@ from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.routing import Router
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import AbstractCache
 from zoo.nn.delta import GatedDelta
 from zoo.nn.layers import (
@@ -43,7 +44,7 @@ from zoo.nn.mla import AbstractLatentConfig, LatentAttention
 from zoo.nn.model import AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.routing import BiasedRouter, rebalance
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 Kind = Literal["linear_attention", "full_attention"]

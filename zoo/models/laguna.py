@@ -21,6 +21,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import pick, scaled
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.fields import fill_layers
 from zoo.nn.layers import (
@@ -36,7 +37,7 @@ from zoo.nn.layers import (
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import Rotary, YarnScaling
 from zoo.nn.routing import BiasedRouter, rebalance
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

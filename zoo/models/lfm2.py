@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.fields import fill_layers
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
@@ -23,7 +24,7 @@ from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.short_conv import ShortConv
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)

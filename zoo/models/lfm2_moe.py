@@ -19,6 +19,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.layers import (
     AbstractExpertLinear,
@@ -35,7 +36,7 @@ from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, Released,
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.routing import AbstractBiasedRouter, rebalance
 from zoo.nn.short_conv import ShortConv
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)

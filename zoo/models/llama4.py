@@ -23,12 +23,13 @@ import kernels
 from kernels import Tokens
 from kernels.sums import pick, scaled
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, rms_normalized, swiglu
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released
 from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling, coordinates
 from zoo.nn.routing import Router
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 from zoo.vision.model import AbstractVision, AbstractVisionConfig, AbstractVisionKeys, Nested, by_parts
 from zoo.vision.processors.llama4 import Llama4
 from zoo.vision.towers import llama4 as tiles

@@ -22,6 +22,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.fields import fill_layers
@@ -38,7 +39,7 @@ from zoo.nn.layers import (
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import Rotary
 from zoo.nn.routing import BiasedFloat32Router, rebalance
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)

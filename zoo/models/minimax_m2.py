@@ -20,12 +20,13 @@ import kernels
 from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.routing import BiasedFloat32Router, rebalance
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,12 +20,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, erf_gelu, swiglu
 from zoo.nn.model import AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary, YarnScaling, coordinates
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 from zoo.vision.model import AbstractVision, AbstractVisionConfig, AbstractVisionKeys, Nested, by_parts
 from zoo.vision.processors.pixtral import Pixtral
 from zoo.vision.towers import pixtral

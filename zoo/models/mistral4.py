@@ -19,6 +19,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import LatentKV
 from zoo.nn.fields import text_config
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
@@ -26,7 +27,7 @@ from zoo.nn.mla import AbstractLatentConfig, LatentAttention
 from zoo.nn.model import AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import InterleavedRotary, YarnScaling, coordinates
 from zoo.nn.routing import Router
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)

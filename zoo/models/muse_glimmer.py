@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.fields import fill_layers
 from zoo.nn.layers import (
@@ -36,7 +37,7 @@ from zoo.nn.layers import (
 )
 from zoo.nn.model import AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 from zoo.vision.model import AbstractVision, AbstractVisionConfig, AbstractVisionKeys, Nested, by_parts
 from zoo.vision.processors.muse_glimmer import MuseGlimmer
 from zoo.vision.towers import muse_glimmer as towers

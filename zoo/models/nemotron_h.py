@@ -28,6 +28,7 @@ from kernels import Tokens
 from kernels.delta_rule.shared import state_products
 from kernels.sums import pick
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, AbstractCache, NoCache
 from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.layers import (
@@ -44,7 +45,7 @@ from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, Released, causal_keys
 from zoo.nn.mtp import AbstractMTP, AbstractMTPModel
 from zoo.nn.routing import BiasedRouter, rebalance
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 class Kind(enum.Enum):

@@ -17,12 +17,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.fields import fill_layers
 from zoo.nn.layers import AbstractLinear, Embedding, Float32RMSNorm, Linear, swiglu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary, YarnScaling
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 THETA = 500_000.0  # of sliding layers in transformers 5.23, whatever `rope_theta` an older file has

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV
 from zoo.nn.delta import AbstractDeltaConfig, GatedDelta
 from zoo.nn.layers import AbstractLinear, Conv1d, Embedding, Float32RMSNorm, GatedRMSNorm, Linear, swiglu
@@ -26,7 +27,7 @@ from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractModel, Family, OneOf, Released
 from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.rope import RopeScaling, Rotary
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,13 +21,14 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.fields import fill_layers, part_config, text_config
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractVisionModel, Family, Images, OneOf, causal_keys
 from zoo.nn.rope import AbstractRotary, RopeScaling, coordinates, rotated
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 from zoo.vision.model import AbstractVisionConfig, AbstractVisionKeys, by_parts
 from zoo.vision.towers import qwen2_5_vl
 from zoo.vision.towers.qwen3_vl import with_coordinates

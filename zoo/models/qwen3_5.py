@@ -23,6 +23,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import scaled
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.delta import AbstractDeltaConfig, GatedDelta
 from zoo.nn.layers import AbstractLinear, Conv1d, Embedding, Float32, GatedRMSNorm, Linear, OffsetRMSNorm, swiglu
@@ -32,7 +33,7 @@ from zoo.nn.mtp import AbstractMTPModel, AbstractOneLayerMTP
 from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.rope import MultiAxisRotary, RopeScaling
 from zoo.nn.routing import Router
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 from zoo.vision.model import AbstractVisionConfig, by_parts
 from zoo.vision.towers import qwen3_vl
 

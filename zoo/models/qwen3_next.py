@@ -21,6 +21,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import scaled
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.delta import AbstractDeltaConfig, GatedDelta
 from zoo.nn.layers import (
@@ -40,7 +41,7 @@ from zoo.nn.mtp import AbstractMTPModel, AbstractOneLayerMTP
 from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.routing import Router
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 
 
 @dataclasses.dataclass(frozen=True)

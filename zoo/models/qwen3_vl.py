@@ -20,12 +20,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from zoo.nn import moe
+from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released, causal_keys
 from zoo.nn.rope import MultiAxisRotary, RopeScaling
 from zoo.nn.routing import Router
-from zoo.nn.stack import AbstractDecoderBlock, Caches, Reports, Stack
+from zoo.nn.stack import Caches, Reports, Stack
 from zoo.vision.model import AbstractVisionConfig, by_parts
 from zoo.vision.towers import qwen3_vl
 

@@ -11,10 +11,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from kernels import Tokens
+from zoo.nn.block import AbstractDecoderBlock, Report
 from zoo.nn.cache import AbstractCache
 from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, RMSNorm
 from zoo.nn.model import AbstractModel
-from zoo.nn.stack import AbstractDecoderBlock, Report
 
 
 class AbstractMTP(eqx.Module):

@@ -16,11 +16,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from zoo.nn.block import AbstractBlock, AbstractSharingBlock, Report, Shared
 from zoo.nn.cache import AbstractCache
 from zoo.nn.layers import AbstractExpertLinear, Float32, recomputed
 from zoo.nn.model import AbstractModel
 from zoo.nn.moe import Routing, choose, given_experts, top_k
-from zoo.nn.stack import AbstractBlock, AbstractSharingBlock, Report, Reports, Shared, Stack
+from zoo.nn.stack import Reports, Stack
 
 
 M = TypeVar("M", bound=eqx.Module)

@@ -1,156 +1,32 @@
 """Runs a model's layers, most of them under `lax.scan`, so that a deep model compiles as fast as a shallow one."""
 
-import abc
 import dataclasses
 import functools
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from kernels import Tokens, counted, mesh
-from kernels.attention import FEW
-from kernels.backends.device import device
-from kernels.stacked import Stacked
+from zoo.nn.block import AbstractBlock, AbstractDecoderBlock, Remat, Report, run_blocks, split_tokens
 from zoo.nn.cache import AbstractCache
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear
-from zoo.nn.pipeline import pipeline
+from zoo.nn.scan import Apart, scan, scan_with_caches
 
 
-LAYER_INPUT = "layer_input"  # the name of each layer's input, for the policies of `jax.checkpoint`
 CACHED = 2**25  # bytes of all layers: on a CPU fewer lie in its caches, from where they are copied in no time
 MIN_SCAN_SAVING = 4  # the layers that a further scan must save compiling, since the scan itself takes time to compile
 
-
-def split_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-    """Splits sequences, and the tokens of each, over the devices of the mesh in scope (`jax.set_mesh`).
-
-    With specs of weights alone the compiler chooses where the batch lies, and silently replicates it.
-    """
-    return jax.lax.with_sharding_constraint(x, mesh.tokens_spec(x.shape)) if mesh.free() else x
-
-
-def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-    """Splits tokens over "tensor" too, as they are kept between layers.
-
-    This is sequence parallelism (arXiv:2205.05198): without it every device along "tensor" keeps a copy. Traffic is
-    unchanged: the all-reduce after a layer becomes a reduce-scatter, with an all-gather before the next layer.
-
-    Tokens are not spread over "tensor" in two cases. Where "context" splits them already, XLA would gather whole
-    sequences to split them both ways. Where the mesh has stages, spreading makes XLA for TPUs abort (libtpu 0.0.51).
-    """
-    has_stages = mesh.split(mesh.STAGE) > 1 or mesh.manual(mesh.STAGE) > 1  # the latter within a pipeline
-    if mesh.split(mesh.TENSOR) == 1 or mesh.split(mesh.CONTEXT) > 1 or has_stages:
-        return split_tokens(x)
-    batch, _ = mesh.tokens_spec(x.shape)
-    return jax.lax.with_sharding_constraint(x, P(batch, mesh.splitting(x.shape[1], mesh.TENSOR)))
-
-
-Report = eqx.Module | Array | None
-"""A layer's report on its tokens, such as a router's `zoo.nn.moe.Routing`: sums over tokens, for losses and metrics.
-Most layers report None."""
 
 Caches = tuple[tuple[AbstractCache, ...], ...]
 """A cache for each block of a stack's `head`, `period` and `tail`: in `period` one for all layers of a block."""
 
 Reports = tuple[tuple[Report, ...], ...]
 """The reports of the same blocks: in `period` those of a block's layers, stacked."""
-
-Remat = Callable[..., Callable]
-"""Wraps a layer, so that the backward pass computes it again: `jax.checkpoint`, or that with a policy. Like
-`jax.checkpoint`, it takes `prevent_cse`."""
-
-
-class AbstractBlock(eqx.Module):
-    """One layer: `x, _, report = block(x, None, at)`. A layer of an encoder has no cache.
-
-    In a stack's `period`, one block holds several layers of one kind, their arrays stacked along a new first axis.
-    """
-
-    ordered: ClassVar[bool] = False
-    """Whether the tokens of a row must be in order, as a recurrence or a convolution needs them. Attention does not
-    need that: masks compare positions, so training may give the tokens of a row to devices in any order."""
-
-    @abc.abstractmethod
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
-        """Returns the new features, the new cache (None without one), and the layer's report of these tokens."""
-
-
-class AbstractDecoderBlock(AbstractBlock):
-    """A layer with a cache: `x, cache, report = block(x, cache, at)`."""
-
-    @abc.abstractmethod
-    def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:
-        """Makes an empty cache for positions 0 to `length` - 1, of so many layers like this one."""
-
-
-Shared = Mapping[str, Any]
-"""Trees of arrays by name, such as keys and values, which layers hand on to later layers within one call."""
-
-
-class AbstractSharingBlock(AbstractBlock):
-    """A layer that reads more than features: an input that it alone gets, and what earlier layers hand on to it.
-
-    Gemma 4's layers do: each gets a vector of its own for every token, and the last ones read the keys and values of
-    earlier layers. A layer that hands something on needs a kind of its own, so that it is in no run that repeats.
-    """
-
-    @abc.abstractmethod
-    def run(
-        self,
-        x: Float[Array, "batch seq embed"],
-        cache: AbstractCache | None,
-        at: Tokens,
-        own_input: Float[Array, "batch seq dim"] | None,
-        shared: Shared,
-    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report, Shared]:
-        """Returns what a block does, and what this layer hands on to later ones.
-
-        Args:
-            x: features.
-            cache: the layer's. None: these tokens are all there is.
-            at: where the tokens stand.
-            own_input: this layer's part of the stack's `own_inputs`; None: the stack was given none.
-            shared: what earlier layers have handed on in this call.
-        """
-
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], cache: AbstractCache | None, at: Tokens
-    ) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report]:
-        return self.run(x, cache, at, None, {})[:3]
-
-
-def run_block(
-    block: AbstractBlock,
-    x: Float[Array, "batch seq embed"],
-    cache: AbstractCache | None,
-    at: Tokens,
-    own_input: Float[Array, "batch seq dim"] | None,
-    shared: Shared,
-) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report, Shared]:
-    """Runs a layer of either kind, as `AbstractSharingBlock.run` does. Other layers hand nothing on."""
-    if isinstance(block, AbstractSharingBlock):
-        return block.run(x, cache, at, own_input, shared)
-    return *block(x, cache, at), {}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Apart:
-    """The arrays of a block's layers, each by itself, in the place of the array in which they are stacked."""
-
-    layers: tuple[Any, ...]
 
 
 class Stack(eqx.Module):
@@ -355,21 +231,21 @@ class Stack(eqx.Module):
         head_cache, period_cache, tail_cache = caches
         inputs_of = lambda layers: None if own_inputs is None else own_inputs[layers.start : layers.stop]
         own = inputs_of(range(len(self.head)))
-        x, head_cache, head_reports, shared = _run_blocks(self.head, x, head_cache, at, own, {}, remat, after)
+        x, head_cache, head_reports, shared = run_blocks(self.head, x, head_cache, at, own, {}, remat, after)
         written, period_reports = (), ()
         for layers, blocks, repeats in scans:
             period, own, added = self.period[blocks.start : blocks.stop], inputs_of(layers), after[layers.start :]
             if cache is None:
-                x, reports, handed_on = _scan(period, repeats, x, at, own, shared, remat, added)
+                x, reports, handed_on = scan(period, repeats, x, at, own, shared, remat, added)
             else:
                 old = period_cache[blocks.start : blocks.stop]
-                x, new, reports, handed_on = _scan_with_caches(period, repeats, x, old, at, own, shared, added)
+                x, new, reports, handed_on = scan_with_caches(period, repeats, x, old, at, own, shared, added)
                 written += new
             period_reports += reports
             shared = {**shared, **handed_on}
         last = range(self.num_layers - len(self.tail), self.num_layers)
         own, added = inputs_of(last), after[last.start :]
-        x, tail_cache, tail_reports, _ = _run_blocks(self.tail, x, tail_cache, at, own, shared, remat, added)
+        x, tail_cache, tail_reports, _ = run_blocks(self.tail, x, tail_cache, at, own, shared, remat, added)
         new_cache = None if cache is None else (head_cache, written, tail_cache)
         return split_tokens(x), new_cache, (head_reports, period_reports, tail_reports)
 
@@ -394,184 +270,6 @@ class Stack(eqx.Module):
                 yield self.layer_numbers(part, j), block
 
 
-def _run_layer(
-    block: AbstractBlock,
-    cache: AbstractCache | None,
-    at: Tokens,
-    own_input: Float[Array, "batch seq dim"] | None,
-    shared: Shared,
-    x: Float[Array, "batch seq embed"],
-) -> tuple[Float[Array, "batch seq embed"], AbstractCache | None, Report, Shared]:
-    """Runs one layer, with its tokens split over the mesh in scope.
-
-    Between layers tokens are spread over "tensor" too, so what `remat` keeps by the name `LAYER_INPUT` is spread. The
-    layer gets them gathered along "tensor", over which it splits its own heads and features.
-    """
-    x = checkpoint_name(spread_tokens(x), LAYER_INPUT)
-    x, cache, report, handed_on = run_block(block, split_tokens(x), cache, at, own_input, shared)
-    return spread_tokens(x), cache, report, handed_on
-
-
-def _run_blocks(
-    blocks: Sequence[AbstractBlock],
-    x: Float[Array, "batch seq embed"],
-    caches: Sequence[AbstractCache | None],
-    at: Tokens,
-    own_inputs: Float[Array, "layers batch seq dim"] | None,
-    shared: Shared,
-    remat: Remat | None,
-    after: Sequence[Float[Array, "batch seq embed"]],
-) -> tuple[Float[Array, "batch seq embed"], tuple[Any, ...], tuple[Report, ...], Shared]:
-    """Runs blocks one by one, each within `remat`, and adds `after[n]` to the features after `blocks[n]`.
-
-    Returns `x`, the new caches, the blocks' reports, and what they hand on to later layers.
-    """
-    new, reports, handed_on = [], [], {}
-    for n, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
-        own_input = None if own_inputs is None else own_inputs[n]
-        layer = functools.partial(_run_layer, block, cache, at, own_input, {**shared, **handed_on})
-        x, cache, report, by_layer = remat(layer)(x) if remat else layer(x)
-        x = spread_tokens(x + after[n]) if n < len(after) else x
-        new.append(cache)
-        reports.append(report)
-        handed_on.update(by_layer)
-    return x, tuple(new), tuple(reports), handed_on
-
-
-def _scan(
-    period: tuple[AbstractBlock, ...],
-    repeats: int,
-    x: Float[Array, "batch seq embed"],
-    at: Tokens,
-    own_inputs: Float[Array, "layers batch seq dim"] | None,
-    shared: Shared,
-    remat: Remat | None,
-    after: Sequence[Float[Array, "batch seq embed"]],
-) -> tuple[Float[Array, "batch seq embed"], tuple[Report, ...], Shared]:
-    """Runs a period `repeats` times, with other weights each time. Stages share the repeats if they divide them.
-
-    Experts' weights are not copied out of those of all layers: each layer gets a reference (`Stacked`).
-
-    Returns `x`, the stacked reports of each of the period's blocks, and what they hand on to later layers.
-    """
-    arrays, static = eqx.partition(period, eqx.is_array)
-    # Where XLA eliminates common subexpressions, it may merge what the backward pass computes again with the forward
-    # pass, or compute it for all layers at once. In a scan whose body is one layer it can do neither, and preventing it
-    # would only hinder the compiler.
-    if remat and repeats > 1 and len(period) == 1:
-        remat = functools.partial(remat, prevent_cse=False)
-
-    def run(weights: Any, rows: Array, rows_at: Tokens) -> tuple[Array, tuple[tuple[Report, ...], Shared]]:
-        """Runs some of the repeats on some of the sequences. `pipeline` adds up the reports of all sequences."""
-        # Kernels read experts out of the stack. Its gradient would be of all layers in each, so `own` has the gradient.
-        whole = jax.lax.stop_gradient(eqx.filter(weights, _read_in_place(weights, ExpertLinear)))
-
-        def one(rows: Array, of_repeat: Any) -> tuple[Array, tuple[tuple[Report, ...], Shared]]:
-            repeat, weights, own = of_repeat
-            reference = lambda stack, array: array if stack is None else Stacked(stack, repeat, own=array)
-            weights = jax.tree.map(reference, whole, weights, is_leaf=lambda node: node is None)
-            blocks = eqx.combine(weights, static, is_leaf=_is_stacked)
-            none = (None,) * len(blocks)
-            rows, _, reports, handed_on = _run_blocks(blocks, rows, none, rows_at, own, shared, remat, after)
-            return rows, (reports, _once(handed_on, repeats))
-
-        numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
-        return jax.lax.scan(one, rows, (numbers, weights, _by_repeat(own_inputs, repeats)))
-
-    stages = mesh.split(mesh.STAGE)
-    if stages == 1 or repeats % stages:
-        x, (reports, handed_on) = run(arrays, x, at)
-        return x, reports, _of_one_repeat(handed_on)
-    if own_inputs is not None or shared:
-        raise ValueError(
-            "There is no pipeline for layers that have inputs of their own, or read what earlier ones hand on, such as "
-            "keys and values: use a mesh without stage."
-        )
-    x, (reports, _) = pipeline(run, arrays, x, at)
-    return x, reports, {}
-
-
-def _scan_with_caches(
-    period: tuple[AbstractBlock, ...],
-    repeats: int,
-    x: Float[Array, "batch seq embed"],
-    caches: tuple[AbstractCache, ...],
-    at: Tokens,
-    own_inputs: Float[Array, "layers batch seq dim"] | None,
-    shared: Shared,
-    after: Sequence[Float[Array, "batch seq embed"]],
-) -> tuple[Float[Array, "batch seq embed"], tuple[AbstractCache, ...], tuple[Report, ...], Shared]:
-    """Runs a period `repeats` times, as `_scan` does, with caches that hold the layers of all repeats.
-
-    Caches are in the carry, where XLA writes them in place. As scanned inputs and outputs they would be copied whole at
-    every step. Arrays that kernels read in place are not scanned either: each layer gets a reference to its part of the
-    whole, `Stacked`, which a kernel reads without a copy.
-
-    For a few tokens of each row a GPU has no loop. A layer's number is a constant then, so that no kernel cuts weights
-    out of arrays. What is the same in all layers, such as rotary angles, is computed once.
-    """
-    if any(map(_is_apart, jax.tree.leaves(period, is_leaf=_is_apart))):
-        return _run_apart(period, repeats, x, caches, at, own_inputs, shared, after)
-    arrays, static = eqx.partition(period, eqx.is_array)
-    whole, scanned = eqx.partition(arrays, _read_in_place(arrays, AbstractLinear | AbstractExpertLinear))
-
-    def one(carry: Any, of_repeat: Any) -> tuple[Any, tuple[tuple[Report, ...], Shared]]:
-        (x, caches), (repeat, sliced, own) = carry, of_repeat
-        caches = tuple(eqx.tree_at(lambda c: c.layer, cache, repeat) for cache in caches)
-        references = jax.tree.map(lambda stack: Stacked(stack, repeat), whole)
-        blocks = eqx.combine(references, sliced, static, is_leaf=_is_stacked)
-        x, caches, reports, handed_on = _run_blocks(blocks, x, caches, at, own, shared, None, after)
-        return (x, caches), (reports, _once(handed_on, repeats))
-
-    of_repeats = (np.arange(repeats, dtype=np.int32), scanned, _by_repeat(own_inputs, repeats))
-    no_loop = device().platform == "gpu" and x.shape[1] <= FEW
-    (x, caches), (reports, handed_on) = jax.lax.scan(one, (x, caches), of_repeats, unroll=no_loop)
-    return x, caches, reports, _of_one_repeat(handed_on)
-
-
-def _run_apart(
-    period: tuple[AbstractBlock, ...],
-    repeats: int,
-    x: Float[Array, "batch seq embed"],
-    caches: tuple[AbstractCache, ...],
-    at: Tokens,
-    own_inputs: Float[Array, "layers batch seq dim"] | None,
-    shared: Shared,
-    after: Sequence[Float[Array, "batch seq embed"]],
-) -> tuple[Float[Array, "batch seq embed"], tuple[AbstractCache, ...], tuple[Report, ...], Shared]:
-    """Runs a period `repeats` times, as `_scan_with_caches` does, one layer after the other and without a scan."""
-    reports, handed_on, own = [], {}, _by_repeat(own_inputs, repeats)
-    for n in range(repeats):
-        of_layer = lambda node, n=n: node.layers[n] if _is_apart(node) else node
-        blocks = jax.tree.map(of_layer, period, is_leaf=_is_apart)
-        caches = tuple(eqx.tree_at(lambda c: c.layer, cache, jnp.asarray(n, jnp.int32)) for cache in caches)
-        own_of_n = None if own is None else own[n]
-        x, caches, of_blocks, by_blocks = _run_blocks(blocks, x, caches, at, own_of_n, shared, None, after)
-        reports.append(of_blocks)
-        handed_on = _once(by_blocks, repeats)
-    return x, caches, jax.tree.map(lambda *each: jnp.stack(each), *reports), handed_on
-
-
-def _by_repeat(
-    own_inputs: Float[Array, "layers batch seq dim"] | None, repeats: int
-) -> Float[Array, "repeats period batch seq dim"] | None:
-    """Groups the inputs of a run's layers by repeat."""
-    return None if own_inputs is None else own_inputs.reshape(repeats, -1, *own_inputs.shape[1:])
-
-
-def _once(handed_on: Shared, repeats: int) -> Shared:
-    """Returns what layers hand on. Raises ValueError if they repeat, since every repeat would hand it on."""
-    if handed_on and repeats > 1:
-        names = ", ".join(handed_on)
-        raise ValueError(f"Layers hand on {names} and repeat: give those that hand it on a kind of their own.")
-    return handed_on
-
-
-def _of_one_repeat(handed_on: Shared) -> Shared:
-    """Removes the axis of repeats, which has one."""
-    return jax.tree.map(lambda a: a[0], handed_on)
-
-
 def _repetition(kinds: Int[np.ndarray, " layers"]) -> tuple[int, int, int]:
     """Finds the run that saves the most; of those that save equally much the first, and then the shortest period.
 
@@ -588,22 +286,6 @@ def _repetition(kinds: Int[np.ndarray, " layers"]) -> tuple[int, int, int]:
         if saved[i]:
             best = max(best, (int(saved[i]), -int(edges[i] + 1), -period))
     return best[0], -best[1], -best[2]
-
-
-def _read_in_place(blocks: Any, kinds: type | types.UnionType) -> Any:
-    """Returns for each array whether kernels read it in place, as those of modules of some kinds may do.
-
-    As an input of a scan it would be copied for them.
-    """
-    reads = lambda m: isinstance(m, kinds) and bool(m.in_place)
-
-    def marked(node: Any) -> Any:
-        if not reads(node):
-            return False
-        in_place_fields = lambda m: [getattr(m, name) for name in node.in_place]
-        return eqx.tree_at(in_place_fields, jax.tree.map(lambda _: False, node), [True] * len(node.in_place))
-
-    return jax.tree.map(marked, blocks, is_leaf=reads)
 
 
 T = TypeVar("T")
@@ -626,14 +308,6 @@ def apart(model: T) -> T:
 
 def _is_stack(node: Any) -> bool:
     return isinstance(node, Stack)
-
-
-def _is_stacked(node: Any) -> bool:
-    return isinstance(node, Stacked)
-
-
-def _is_apart(node: Any) -> bool:
-    return isinstance(node, Apart)
 
 
 def _view(a: Array, n: int) -> Array:

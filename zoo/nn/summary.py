@@ -7,7 +7,8 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.block import AbstractBlock
+from zoo.nn.stack import Stack
 
 
 def summary(model: eqx.Module) -> str:

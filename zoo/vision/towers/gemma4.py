@@ -18,9 +18,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from kernels.sums import lookup
+from zoo.nn.block import AbstractBlock
 from zoo.nn.layers import AbstractLinear, Float32RMSNorm, LayerNorm, Linear, geglu, rms_normalized
 from zoo.nn.rope import AbstractRotary, rotated
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import Stack
 from zoo.vision.model import AbstractTowerConfig, AbstractVision, AbstractVisionKeys, Nested
 from zoo.vision.processors.gemma4 import Gemma4
 

@@ -20,9 +20,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from kernels.sums import spread
+from zoo.nn.block import AbstractBlock, split_tokens
 from zoo.nn.layers import AbstractLinear, LayerNorm, Linear, erf_gelu
 from zoo.nn.rope import InterleavedRotary
-from zoo.nn.stack import AbstractBlock, Stack, split_tokens
+from zoo.nn.stack import Stack
 from zoo.vision.model import AbstractTowerConfig
 
 

@@ -19,9 +19,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from kernels.mesh import split_lookup
+from zoo.nn.block import AbstractBlock
 from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, erf_gelu
 from zoo.nn.rope import AbstractRotary, rotated
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import Stack
 from zoo.vision.model import AbstractTowerConfig
 
 

@@ -17,9 +17,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from zoo.nn.block import AbstractBlock
 from zoo.nn.layers import AbstractLinear, Linear, RMSNorm, swiglu
 from zoo.nn.rope import AbstractRotary
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import Stack
 from zoo.vision.model import AbstractTowerConfig
 
 

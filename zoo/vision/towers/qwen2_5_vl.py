@@ -18,8 +18,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from zoo.nn.block import AbstractBlock
 from zoo.nn.layers import AbstractLinear, Linear, RMSNorm, erf_gelu, swiglu
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import Stack
 from zoo.vision.model import AbstractTowerConfig, AbstractVision
 from zoo.vision.processors.qwen3_vl import Qwen3VL
 from zoo.vision.towers.qwen3_vl import AxialRotary, RopeDelta

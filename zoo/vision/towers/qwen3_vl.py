@@ -26,12 +26,13 @@ from kernels import Tokens, counted
 from kernels.mesh import BATCH, split_lookup
 from kernels.sums import spread
 from kernels.tokens import first_of_document
+from zoo.nn.block import AbstractBlock
 from zoo.nn.cache import NEVER, PagesOf, all_of_rows, positions_of, split_over
 from zoo.nn.fields import part_config, text_config
 from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, erf_gelu, recomputed
 from zoo.nn.model import AbstractRowCache, Images, OneOf
 from zoo.nn.rope import AbstractRotary, rotated
-from zoo.nn.stack import AbstractBlock, Caches, Stack
+from zoo.nn.stack import Caches, Stack
 from zoo.vision.model import AbstractTowerConfig, AbstractVision, AbstractVisionKeys
 from zoo.vision.processors.qwen3_vl import Qwen3VL, Qwen3VLVideo
 

@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from kernels.sums import spread
+from zoo.nn.block import AbstractBlock
 from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, gelu
-from zoo.nn.stack import AbstractBlock, Stack
+from zoo.nn.stack import Stack
 from zoo.vision.model import AbstractTowerConfig
 
 
