@@ -127,7 +127,12 @@ def write_checkpoint(folder: str, config: Mapping[str, Any], *, dtype: str = "fl
     transformers = import_transformers()
     torch.manual_seed(0)
     hub = transformers.AutoConfig.for_model(**config)
-    model = transformers.AutoModelForCausalLM.from_config(hub, dtype=getattr(torch, dtype))
+    sees = "vision_config" in config
+    auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    model = auto.from_config(hub, dtype=getattr(torch, dtype))
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and not parameter.any():  # the projection of images' features is zeros when it is new
+            torch.nn.init.normal_(parameter, std=0.02)
     model.save_pretrained(folder, max_shard_size=shard)
 
 

@@ -1,9 +1,10 @@
 """Time of a training step, and of the first one: train.step against transformers and torch, eager and compiled. With
---lora, only adapters are trained, against peft.
+--lora, only adapters are trained, against peft. --model has a mixture, a hybrid, and a model that sees.
 
     python -m benchmarks.train_step --help
 
-All take the same steps: the same weights, tokens, loss, clipping and AdamW, in float32. Their losses are compared.
+All take the same steps: the same weights, tokens, images, loss, clipping and AdamW, in float32. Their losses are
+compared.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +25,50 @@ EPS = 1e-8
 WEIGHT_DECAY = 0.1  # for the matrices of linear layers
 CLIP_NORM = 1.0
 ADAPTER = "adapter"  # a folder beside the model's files
+
+SIZES: dict[str, Any] = {k: v for k, v in REFERENCE.items() if k != "model_type"}
+PATCH, SIDE, IMAGE_TOKENS, IMAGE = 14, 16, 64, 8000  # pixels, patches along a side, tokens of an image, and their id
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": REFERENCE,
+    # 67 million parameters, 29 million for each token.
+    "mixture": SIZES | dict(
+        model_type="qwen3_moe", num_experts=16, num_experts_per_tok=4, moe_intermediate_size=384, norm_topk_prob=True,
+    ),
+    # Three layers of the gated delta rule, and one of attention, twice.
+    "hybrid": SIZES | dict(
+        model_type="qwen3_5_text", linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=64,
+        linear_value_head_dim=64,
+    ),
+    # One image of 224 pixels a row.
+    "vision": dict(
+        model_type="gemma3", mm_tokens_per_image=IMAGE_TOKENS, image_token_index=IMAGE, boi_token_index=IMAGE + 1,
+        eoi_token_index=IMAGE + 2,
+        text_config=SIZES | dict(model_type="gemma3_text", sliding_window=256, query_pre_attn_scalar=64),
+        vision_config=dict(
+            model_type="siglip_vision_model", hidden_size=384, intermediate_size=1536, num_hidden_layers=8,
+            num_attention_heads=6, image_size=PATCH * SIDE, patch_size=PATCH, vision_use_head=False,
+        ),
+    ),
+}  # fmt: skip
+
+
+def pixels(rows: int) -> np.ndarray:
+    """Returns an image for each row: [rows, 3, pixels, pixels]."""
+    return np.random.default_rng(1).uniform(-1, 1, (rows, 3, PATCH * SIDE, PATCH * SIDE)).astype(np.float32)
+
+
+def images(tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns what a batch of `train.data` has of the images of `pixels`, or {} if no token stands for one."""
+    if not (here := tokens == IMAGE).any():
+        return {}
+    rows = len(tokens)
+    cut = pixels(rows).reshape(rows, 3, SIDE, PATCH, SIDE, PATCH).transpose(0, 2, 4, 1, 3, 5)
+    return dict(
+        patches=cut.reshape(rows, 1, SIDE * SIDE, -1),
+        grids=np.full((rows, 1, 2), SIDE, np.int32),
+        image=np.where(here, 0, -1).astype(np.int32),
+        feature=np.where(here, np.cumsum(here, axis=1) - 1, 0).astype(np.int32),
+    )
 
 
 def write_adapter(folder: str, rank: int) -> Callable[[], None]:
@@ -50,7 +95,7 @@ def zoo_step(folder: str, tokens: np.ndarray) -> Callable[[], float]:
     from zoo import lora
     from zoo.weights import peft
 
-    model = zoo.load(folder)
+    model = zoo.load(folder, parts=("vision",) if (tokens == IMAGE).any() else ())
     if os.path.exists(f"{folder}/{ADAPTER}"):
         model = peft.load(model, f"{folder}/{ADAPTER}")
     trained, frozen = lora.split(model)
@@ -71,7 +116,7 @@ def zoo_step(folder: str, tokens: np.ndarray) -> Callable[[], float]:
     ones = np.ones_like(inputs)
     positions = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int32), inputs.shape)
     arrays = dict(tokens=inputs, targets=tokens[:, 1:], loss_mask=ones, segments=ones, positions=positions)
-    batch = {name: jnp.asarray(array) for name, array in arrays.items()}
+    batch = {name: jnp.asarray(array) for name, array in (arrays | images(inputs)).items()}
 
     def step() -> float:
         nonlocal state
@@ -85,7 +130,10 @@ def torch_step(folder: str, tokens: np.ndarray, compiled: bool) -> Callable[[], 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=folder)  # empty, since the first step must compile
     import torch
 
-    model = import_transformers().Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
+    transformers = import_transformers()
+    sees = (tokens == IMAGE).any()
+    auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, attn_implementation="sdpa").train()
     if os.path.exists(f"{folder}/{ADAPTER}"):
         import peft  # pyright: ignore[reportMissingImports]  # not everywhere
 
@@ -101,12 +149,14 @@ def torch_step(folder: str, tokens: np.ndarray, compiled: bool) -> Callable[[], 
     )  # fmt: skip
 
     def loss_of(inputs: Any, targets: Any) -> Any:
-        logits = model(inputs, use_cache=False).logits
+        logits = model(inputs, use_cache=False, **seen).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     loss_of = torch.compile(loss_of) if compiled else loss_of
     ids = torch.from_numpy(tokens).long()
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    pictures = dict(pixel_values=torch.from_numpy(pixels(len(ids))), token_type_ids=(inputs == IMAGE).long())
+    seen: dict[str, Any] = pictures if sees else {}
 
     def step() -> float:
         optimizer.zero_grad()
@@ -128,8 +178,9 @@ def main(
     starts: int = 3,
     compiled: bool = True,
     lora: int = 0,
+    model: Literal["dense", "mixture", "hybrid", "vision"] = "dense",
 ) -> None:
-    """Measures seconds of a training step, seconds to the first, and memory, of a small Qwen3.
+    """Measures seconds of a training step, seconds to the first, and memory, of a small model.
 
     Args:
         batch: sequences in a batch.
@@ -140,9 +191,13 @@ def main(
         starts: fresh processes of each, for the time to the first step.
         compiled: includes torch.compile, which needs a C++ compiler and starts slowly.
         lora: rank of adapters on all linear layers, the only weights that are trained; 0: all weights are.
+        model: a Qwen3, a mixture of Qwen3, a hybrid (Qwen3.5), or Gemma 3 with an image in each row.
     """
-    tokens = np.random.default_rng(0).integers(REFERENCE["vocab_size"], size=(batch, seq + 1), dtype=np.int32)
-    config = REFERENCE | dict(num_hidden_layers=layers)
+    tokens = np.random.default_rng(0).integers(IMAGE, size=(batch, seq + 1), dtype=np.int32)
+    config = MODELS[model] | dict(num_hidden_layers=layers)
+    if model == "vision":
+        tokens[:, 1 : 1 + IMAGE_TOKENS] = IMAGE
+        config = MODELS[model] | dict(text_config=MODELS[model]["text_config"] | dict(num_hidden_layers=layers))
     builds = {"zoo": zoo_step, "torch eager": functools.partial(torch_step, compiled=False)}
     if compiled:
         builds["torch compiled"] = functools.partial(torch_step, compiled=True)
@@ -183,7 +238,8 @@ def main(
     settings = dict(
         config=config, lora=lora, batch=batch, seq=seq, rounds=rounds, steps=steps, starts=starts, losses=losses
     )
-    report("train_step-lora" if lora else "train_step", "cpu", settings, results)
+    name = "-".join(["train_step", *[model] * (model != "dense"), *["lora"] * (lora > 0)])
+    report(name, "cpu", settings, results)
 
 
 if __name__ == "__main__":
