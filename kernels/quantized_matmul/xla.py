@@ -39,7 +39,7 @@ def quantized_matmul(
     x: Float[Array, "*batch in"], w: Matrix, scale: Array | None, *, formula: Formula
 ) -> Float[Array, "*batch out"]:
     """Computes `kernels.int8_matmul` or `kernels.fp8_matmul` by XLA."""
-    return shared.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
+    return shared.quantized_matmul(Kernels(_weight_only, both), formula, x, w, scale)
 
 
 def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
@@ -49,7 +49,8 @@ def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
     return (out * _per_column(w.scale, out.ndim)).astype(dtype)
 
 
-def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
+def both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
+    """Multiplies two quantised sides."""
     if _takes_scales(x, w, dtype):
         # XLA hands the scales to cuBLASLt, as they are in float32, together with the values in 8 bits.
         rows, matrix = (side.values.astype(dtype) * side.scale.astype(dtype) for side in (x, w))

@@ -54,6 +54,8 @@ CASES = {
     # The sums in int32, of 470 MB, are never written.
     "int8, channel, forward": case(jnp.int8, "channel", 8192, 4096, 14336, **SCALED, temporary=34 * MB),
     "int8, channel, edges": case(jnp.int8, "channel", 1000, 2880, 2880, **SCALED, temporary=4 * MB),
+    "fp8, channel, forward": case(FP8, "channel", 8192, 4096, 14336, **SCALED, temporary=34 * MB),
+    "fp8, channel, edges": case(FP8, "channel", 1000, 2880, 2880, **SCALED, temporary=4 * MB),
     "fp8, block, edges": case(FP8, "block", 1000, 2880, 2880, **BOTH, temporary=4 * MB),
     "weights only, fp8, block, decode": case(FP8, "block", 16, 4096, 14336, hgmma=()),
     "weights only, int8, channel, decode": case(jnp.int8, "channel", 16, 4096, 14336, hgmma=()),
