@@ -130,7 +130,7 @@ def _matmul(
     elif w.dtype != x.dtype:
         raise ValueError(f"x and a w that is not quantised must have one dtype, not {x.dtype} and {w.dtype}.")
     few_rows = not activations and x.size <= DECODE_ROWS * x.shape[-1]
-    scaled_at_once = activations and granularity != "mx" and (device().capability or (0, 0))[0] == HOPPER
+    scaled_at_once = activations and (device().capability or (0, 0))[0] == HOPPER
     by_rank = granularity == "block" or few_rows or scaled_at_once
     out = dispatch.run(
         "quantized_matmul", implementation, x, w, scale, first=None if by_rank else "xla",

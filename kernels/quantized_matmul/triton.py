@@ -15,6 +15,7 @@ registers. So the matrix is the left operand, and a program computes a block of 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from kernels.backends import blocks, triton
 from kernels.backends.device import elsewhere
 from kernels.backends.dot8 import dot8
 from kernels.backends.triton import Side, load_block, store_block
+from kernels.mesh import free, split_tokens, splits_tokens_alone
 from kernels.quantized_matmul import shared, xla
 from kernels.quantized_matmul.quantize import BLOCK, Quantized
 from kernels.quantized_matmul.shared import INT32_TERMS, Formula, Kernels, Matrix
@@ -37,6 +39,7 @@ from kernels.stacked import Stacked
 
 PLATFORMS = ("gpu",)
 RANK = 2
+MESH = True  # if its devices differ in tokens
 
 BAND = 8  # blocks of rows that take the same columns at about the same time
 
@@ -44,6 +47,12 @@ BAND = 8  # blocks of rows that take the same columns at about the same time
 def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula: Formula) -> str | None:
     """Returns why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
     both = formula.activations or formula.gradients == "quantized"
+    if math.prod(free().values()) > 1:
+        floats = formula.gradients == "float" or formula.gradients_by_tensor
+        if not (formula.granularity == "channel" and formula.activations and floats):
+            return "on a mesh it multiplies two sides by channel alone, whose backward pass is XLA's"
+        if not splits_tokens_alone(x.shape):
+            return "on a mesh each device must have its own tokens of rows [batch, seq, in], and no axis may be tensor"
     if formula.granularity == "mx":
         return "it has no scales for 32 neighbours"
     rows = x.size // x.shape[-1] if x.size else 0
@@ -71,6 +80,10 @@ def quantized_matmul(
 def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
     if x.scale.ndim == 0 and x.values.dtype != jnp.int8:
         return xla.both(x, w, dtype)
+    return split_tokens(functools.partial(_multiply, dtype), x, w)
+
+
+def _multiply(dtype: DTypeLike, x: Quantized, w: Quantized) -> Array:
     x_values = x.values.reshape(-1, x.values.shape[-1])
     rows, columns = len(x_values), w.values.shape[0]
     size_class = "rows64" if rows <= 64 else "rows128"
