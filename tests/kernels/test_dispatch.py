@@ -59,8 +59,9 @@ def test_every_implementation_has_its_function_and_its_refusal():
         for name, said in dispatch.implementations(operation).items():
             module = dispatch.first(operation, (name,))
             assert callable(getattr(module, operation)) and (name == "reference" or callable(module.refusal))
-            splits_itself = (operation, name) == ("quantized_matmul", "triton") and module.MESH
-            assert said == (module.PLATFORMS, module.RANK, splits_itself), "what is read from the file is what it says when imported"
+            mesh = (operation, name) == ("quantized_matmul", "triton") and module.MESH
+            imported = (module.PLATFORMS, module.RANK, mesh)
+            assert said == imported, "what is read from the file is what it says when imported"
 
 
 def test_implementations_are_not_imported_before_they_are_asked():
