@@ -3,8 +3,8 @@
 Each operation is a folder of this package, whose `reference.py` defines the operation. Every file there that sets
 `PLATFORMS` and `RANK` at its top is an implementation: it has a function with the operation's name, and `refusal` with
 the same arguments, which returns why the implementation cannot take them, or None. The reference takes everything, and
-has no `refusal`. A kernel whose file also has `MESH = True` splits its calls over a mesh itself; its `refusal` says over
-which meshes it cannot.
+has no `refusal`. A kernel whose file also has `MESH = True` splits its calls over a mesh itself, and its `refusal` says
+over which meshes it cannot.
 """
 
 import ast

@@ -87,9 +87,11 @@ def split_tokens(
 ) -> Float[Array, "*tokens out"]:
     """Runs `product(x, w)` on each device, with its tokens of the arrays in `x`, and all of `w`.
 
-    On a mesh (see `splits_tokens_alone`) arrays in `x` are [batch, seq, ...], or single numbers, but for the first.
+    On a mesh, of which `splits_tokens_alone` holds, the first array of `x` is [batch, seq, ...]. The others are, too, or
+    are single numbers.
     """
-    if not (axes := free()):
+    axes = free()
+    if math.prod(axes.values()) == 1:
         return product(x, w)
     spec = tokens_spec(jax.tree.leaves(x)[0].shape)
     of_x = jax.tree.map(lambda array: spec if array.ndim else P(), x)

@@ -122,13 +122,12 @@ def _both_kernel(
 def _scaled_kernel(
     sizes: dict[str, int], x_ref: Any, x_scale_ref: Any, w_ref: Stacked, w_scale_ref: Any, out_ref: Any
 ) -> None:
-    row, columns = _output_block(sizes, out_ref)
+    row, _ = _output_block(sizes, out_ref)
     layer = w_ref.layer[...]
     # A product of float8 takes registers of its own, beside the sums. So it is one of half of the columns.
     exact, parts = (jnp.int32, 1) if x_ref.dtype == jnp.int8 else (jnp.float32, 2)
     width = sizes["columns"] // parts
-    first = columns.indices.start // width
-    cut = [Side.of(first + n, width, out_ref.shape[1]) for n in range(parts)]
+    cut = [Side.of(pl.program_id(1) * parts + n, width, out_ref.shape[1]) for n in range(parts)]
 
     def add_piece(i: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
         piece = Side.of(i, BLOCK, x_ref.shape[1])

@@ -130,4 +130,4 @@ def test_norms_and_gelus_are_rounded_once(of_gate):
         meant = jax.device_get(run(by_formula, *exact))
     assert all(a.dtype == jnp.bfloat16 for a in jax.tree.leaves(found))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(meant), strict=True):
-        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2**-8, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2**-8, atol=1e-4)  # float32's, in GELU's tails

@@ -301,16 +301,11 @@ class LayerNorm(eqx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer_norm(eps: float, x: Array, weight: Array, bias: Array) -> Array:
-    centred, inverse = _centred(eps, x)
-    weight, bias = (jnp.broadcast_to(array.astype(jnp.float32), x.shape) for array in (weight, bias))
-    return (centred * inverse * weight + bias).astype(x.dtype)
-
-
-def _centred(eps: float, x: Array) -> tuple[Array, Array]:
-    """Returns the rows less their means, and 1 / their standard deviations, in float32."""
     y = x.astype(jnp.float32)
     y -= kernels.mean(y)
-    return y, jax.lax.rsqrt(kernels.mean(jnp.square(y)) + eps)
+    y *= jax.lax.rsqrt(kernels.mean(jnp.square(y)) + eps)
+    weight, bias = (jnp.broadcast_to(array.astype(jnp.float32), x.shape) for array in (weight, bias))
+    return (y * weight + bias).astype(x.dtype)
 
 
 def _layer_norm_backward(eps: float, residuals: tuple[Array, Array, Array], d_out: Array) -> tuple[Array, Array, Array]:
@@ -324,7 +319,7 @@ def _layer_norm_backward(eps: float, residuals: tuple[Array, Array, Array], d_ou
     mean = kernels.mean(y)
     mean, inverse = jax.lax.optimization_barrier((mean, jax.lax.rsqrt(kernels.mean(jnp.square(y - mean)) + eps)))
     normed = (y - mean) * inverse
-    over_rows = lambda products: jnp.sum(products, axis=range(x.ndim - 1))
+    over_rows = lambda products: jnp.sum(products, axis=tuple(range(x.ndim - 1)))
     d_normed = d * jnp.broadcast_to(weight.astype(jnp.float32), d.shape)
     d_x = inverse * (d_normed - kernels.mean(d_normed) - normed * kernels.mean(d_normed * normed))
     return d_x.astype(x.dtype), over_rows(d * normed).astype(weight.dtype), over_rows(d).astype(bias.dtype)
