@@ -87,8 +87,8 @@ def split_tokens(
 ) -> Float[Array, "*tokens out"]:
     """Runs `product(x, w)` on each device, with its tokens of the arrays in `x`, and all of `w`.
 
-    On a mesh, of which `splits_tokens_alone` holds, the first array of `x` is [batch, seq, ...]. The others are, too, or
-    are single numbers.
+    On a mesh (`splits_tokens_alone` says whether it can serve) the first array of `x` is [batch, seq, ...]. The others
+    are, too, or are single numbers.
     """
     axes = free()
     if math.prod(axes.values()) == 1:
