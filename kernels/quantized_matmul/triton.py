@@ -57,8 +57,8 @@ def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula
         return "it has no scales for 32 neighbours"
     rows = x.size // x.shape[-1] if x.size else 0
     if both and formula.granularity != "block":
-        if formula.dtype != jnp.int8 and formula.granularity == "tensor":
-            return "it multiplies two sides in float8 by blocks or channels, not by tensor, which XLA does as well"
+        if formula.dtype != jnp.int8 and formula.granularity != "channel":
+            return f"it multiplies two sides in float8 by blocks or channels, not by {formula.granularity}"
         if formula.dtype == jnp.int8 and (terms := max(rows, *w.shape)) > INT32_TERMS:
             return f"it sums up int8 in int32, which {terms} terms may overflow"
     in_8_bits = {"w": w.size, "x": both * x.size, "the result": (formula.gradients == "quantized") * rows * w.shape[0]}
