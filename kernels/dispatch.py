@@ -3,7 +3,8 @@
 Each operation is a folder of this package, whose `reference.py` defines the operation. Every file there that sets
 `PLATFORMS` and `RANK` at its top is an implementation: it has a function with the operation's name, and `refusal` with
 the same arguments, which returns why the implementation cannot take them, or None. The reference takes everything, and
-has no `refusal`.
+has no `refusal`. A kernel whose file also has `MESH = True` splits its calls over a mesh itself, and its `refusal` says
+over which meshes it cannot.
 """
 
 import ast
@@ -32,15 +33,16 @@ class Implementation(NamedTuple):
 
     platforms: tuple[str, ...]  # where it is tried; if empty, it is used only if asked for by name
     rank: int  # on a platform, the implementation of the lowest rank is tried first
+    splits_itself: bool  # over a mesh
 
     @property
-    def split_by_xla(self) -> bool:
-        """Whether XLA itself can split the implementation over a mesh.
+    def on_meshes(self) -> bool:
+        """Whether the implementation takes arrays that are split over a mesh.
 
         XLA can split plain JAX, and an implementation for every platform is plain JAX. XLA cannot split a Pallas
         kernel: it would gather the kernel's arguments.
         """
-        return set(self.platforms) == EVERYWHERE
+        return self.splits_itself or set(self.platforms) == EVERYWHERE
 
 
 @functools.cache
@@ -58,9 +60,10 @@ def implementations(operation: str) -> dict[str, Implementation]:
     """
     found = {}
     for path in sorted(FOLDER.joinpath(operation).glob("*.py")):
-        said = dict(re.findall(r"^(PLATFORMS|RANK) = (.+)$", path.read_text(), re.MULTILINE))
+        said = dict(re.findall(r"^(PLATFORMS|RANK|MESH) = (.+)$", path.read_text(), re.MULTILINE))
         if said:
-            found[path.stem] = Implementation(ast.literal_eval(said["PLATFORMS"]), ast.literal_eval(said["RANK"]))
+            values = (said["PLATFORMS"], said["RANK"], said.get("MESH", "False"))
+            found[path.stem] = Implementation(*map(ast.literal_eval, values))
     return dict(sorted(found.items(), key=lambda item: -item[1].rank))
 
 
@@ -171,7 +174,7 @@ def first(operation: str, names: tuple[str, ...], *args: Any, **kwargs: Any) -> 
 
 def _refusal(operation: str, implementation: str, *args: Any, **kwargs: Any) -> str | None:
     axes = {axis: size for axis, size in free().items() if size > 1}
-    if axes and not implementations(operation)[implementation].split_by_xla:
+    if axes and not implementations(operation)[implementation].on_meshes:
         return f"it is for one device, and the arrays may be split over a mesh of {axes}: call it in jax.shard_map"
     try:
         module = _module(operation, implementation)

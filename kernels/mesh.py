@@ -74,6 +74,30 @@ def tokens_spec(shape: tuple[int, ...]) -> P:
     return P(splitting(shape[0], *BATCH), splitting(shape[1], CONTEXT))
 
 
+def splits_tokens_alone(shape: tuple[int, ...]) -> bool:
+    """Whether this is a shape [batch, seq, features] of whose tokens each device of the mesh in scope has its own."""
+    if len(shape) != 3:
+        return False
+    devices = math.prod(split(axis) for axis in (*splitting(shape[0], *BATCH), *splitting(shape[1], CONTEXT)))
+    return devices == math.prod(free().values())
+
+
+def split_tokens(
+    product: Callable[[Any, Any], Float[Array, "*tokens out"]], x: Any, w: Any
+) -> Float[Array, "*tokens out"]:
+    """Runs `product(x, w)` on each device, with its tokens of the arrays in `x`, and all of `w`.
+
+    On a mesh (`splits_tokens_alone` says whether it can serve) the first array of `x` is [batch, seq, ...]. The others
+    are, too, or are single numbers.
+    """
+    axes = free()
+    if math.prod(axes.values()) == 1:
+        return product(x, w)
+    spec = tokens_spec(jax.tree.leaves(x)[0].shape)
+    of_x = jax.tree.map(lambda array: spec if array.ndim else P(), x)
+    return jax.shard_map(product, axis_names=set(axes), in_specs=(of_x, P()), out_specs=spec, check_vma=False)(x, w)
+
+
 def split_attention(
     attend: Callable[..., Float[Array, "batch seq heads v_dim"]],
     q: Float[Array, "batch seq heads dim"],

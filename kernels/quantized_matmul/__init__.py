@@ -14,7 +14,7 @@ from kernels.quantized_matmul.shared import SAVED, Formula, Gradients, Granulari
 from kernels.stacked import Stacked
 
 
-HOPPER = 9  # the major compute capability of GPUs on which "triton" multiplies two int8 by their fastest instructions
+HOPPER = 9  # the major compute capability of GPUs on which "triton" multiplies 8 bits by their fastest instructions
 DECODE_ROWS = 64  # up to this number of rows, reading the matrix takes most of the time
 
 
@@ -54,12 +54,12 @@ def int8_matmul(
 
     - "reference": multiplies dequantised values in float32, or in float64 if `x` is.
     - "xla": plain JAX, with the int8 products of cuBLASLt and of TPUs. Products of two int8 by blocks are a loop.
-    - "tpu": Pallas kernels for TPUs. "triton": for NVIDIA GPUs; it multiplies two float8 only by blocks. On a CPU both
-      are interpreted.
+    - "tpu": Pallas kernels for TPUs. "triton": for NVIDIA GPUs; it does not multiply two float8 by tensor. On a CPU
+      both are interpreted.
 
     None chooses "triton" or "tpu" on their devices for blocks, and for up to 64 rows if `x` stays float. It chooses
-    "triton" on Hopper also for two int8: "xla" writes their sums in int32, and reads them again to scale them. Else it
-    chooses "xla", or "reference" for arguments that "xla" refuses.
+    "triton" on Hopper also for two int8, and for two float8 by channel: "xla" writes their sums, and reads them again
+    to scale them. Else it chooses "xla", or "reference" for arguments that "xla" refuses.
 
     Raises:
         ValueError: arguments contradict one another, or the implementation asked for cannot take them.
@@ -130,7 +130,7 @@ def _matmul(
     elif w.dtype != x.dtype:
         raise ValueError(f"x and a w that is not quantised must have one dtype, not {x.dtype} and {w.dtype}.")
     few_rows = not activations and x.size <= DECODE_ROWS * x.shape[-1]
-    scaled_at_once = activations and dtype == jnp.int8 and (device().capability or (0, 0))[0] == HOPPER
+    scaled_at_once = activations and (device().capability or (0, 0))[0] == HOPPER
     by_rank = granularity == "block" or few_rows or scaled_at_once
     out = dispatch.run(
         "quantized_matmul", implementation, x, w, scale, first=None if by_rank else "xla",

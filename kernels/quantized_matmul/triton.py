@@ -5,8 +5,9 @@ time, scales the product by the scales of that piece of the rows and that block 
 float32. This also makes float8 exact enough: the tensor cores alone would accumulate in fewer bits (DeepSeek-V3,
 arXiv:2412.19437, section 3.3.2).
 
-Two sides of int8 whose rows have one scale each add up in int32. A program scales its sums before it stores them, in
-the output's dtype; XLA would write all sums in int32, and read them in a second kernel to scale them.
+Two sides whose rows have one scale each add up in int32, or float8 in float32, 128 products after another as above. A
+program scales its sums before it stores them, in the output's dtype; XLA would write all sums, and read them in a
+second kernel to scale them. Whole tensors in float8, of gradients, are left to XLA, whose product takes their scales.
 
 Float rows are multiplied by a matrix that stays 8 bits wide until it is in registers. So for a few rows, reading the
 matrix takes half the time that bfloat16 takes. Hopper's tensor cores take only the left operand of a product from
@@ -14,6 +15,7 @@ registers. So the matrix is the left operand, and a program computes a block of 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +30,8 @@ from kernels.backends import blocks, triton
 from kernels.backends.device import elsewhere
 from kernels.backends.dot8 import dot8
 from kernels.backends.triton import Side, load_block, store_block
-from kernels.quantized_matmul import shared
+from kernels.mesh import free, split_tokens, splits_tokens_alone
+from kernels.quantized_matmul import shared, xla
 from kernels.quantized_matmul.quantize import BLOCK, Quantized
 from kernels.quantized_matmul.shared import INT32_TERMS, Formula, Kernels, Matrix
 from kernels.stacked import Stacked
@@ -36,6 +39,7 @@ from kernels.stacked import Stacked
 
 PLATFORMS = ("gpu",)
 RANK = 2
+MESH = True  # if its devices differ in tokens
 
 BAND = 8  # blocks of rows that take the same columns at about the same time
 
@@ -43,13 +47,19 @@ BAND = 8  # blocks of rows that take the same columns at about the same time
 def refusal(x: Float[Array, "*batch in"], w: Matrix, _: Array | None, *, formula: Formula) -> str | None:
     """Returns why this implementation cannot take these arguments of `quantized_matmul`, or None if it can."""
     both = formula.activations or formula.gradients == "quantized"
+    if math.prod(free().values()) > 1:
+        floats = formula.gradients == "float" or formula.gradients_by_tensor
+        if not (formula.granularity == "channel" and formula.activations and floats):
+            return "on a mesh it multiplies two sides by channel alone, whose backward pass is XLA's"
+        if not splits_tokens_alone(x.shape):
+            return "on a mesh each device must have its own tokens of rows [batch, seq, in], and no axis may be tensor"
     if formula.granularity == "mx":
         return "it has no scales for 32 neighbours"
     rows = x.size // x.shape[-1] if x.size else 0
     if both and formula.granularity != "block":
-        if formula.dtype != jnp.int8:
-            return f"it multiplies two sides in float8 only by blocks, not by {formula.granularity}"
-        if (terms := max(rows, *w.shape)) > INT32_TERMS:
+        if formula.dtype != jnp.int8 and formula.granularity != "channel":
+            return f"it multiplies two sides in float8 by blocks or channels, not by {formula.granularity}"
+        if formula.dtype == jnp.int8 and (terms := max(rows, *w.shape)) > INT32_TERMS:
             return f"it sums up int8 in int32, which {terms} terms may overflow"
     in_8_bits = {"w": w.size, "x": both * x.size, "the result": (formula.gradients == "quantized") * rows * w.shape[0]}
     for name, size in in_8_bits.items():
@@ -68,6 +78,12 @@ def quantized_matmul(
 
 
 def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
+    if x.scale.ndim == 0 and x.values.dtype != jnp.int8:
+        return xla.both(x, w, dtype)
+    return split_tokens(functools.partial(_multiply, dtype), x, w)
+
+
+def _multiply(dtype: DTypeLike, x: Quantized, w: Quantized) -> Array:
     x_values = x.values.reshape(-1, x.values.shape[-1])
     rows, columns = len(x_values), w.values.shape[0]
     size_class = "rows64" if rows <= 64 else "rows128"
@@ -106,18 +122,25 @@ def _both_kernel(
 def _scaled_kernel(
     sizes: dict[str, int], x_ref: Any, x_scale_ref: Any, w_ref: Stacked, w_scale_ref: Any, out_ref: Any
 ) -> None:
-    row, column = _output_block(sizes, out_ref)
+    row, _ = _output_block(sizes, out_ref)
     layer = w_ref.layer[...]
+    # A product of float8 takes registers of its own, beside the sums. So it is one of half of the columns.
+    exact, parts = (jnp.int32, 1) if x_ref.dtype == jnp.int8 else (jnp.float32, 2)
+    width = sizes["columns"] // parts
+    cut = [Side.of(pl.program_id(1) * parts + n, width, out_ref.shape[1]) for n in range(parts)]
 
-    def add_piece(i: Array, out: Array) -> Array:
+    def add_piece(i: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
         piece = Side.of(i, BLOCK, x_ref.shape[1])
-        return out + dot8(load_block(x_ref, row, piece), load_block(w_ref.stack, column, piece, layer))
+        x = load_block(x_ref, row, piece)
+        w = (load_block(w_ref.stack, column, piece, layer) for column in cut)
+        return tuple(out + dot8(x, w) for out, w in zip(out, w, strict=True))
 
-    out = jnp.zeros((sizes["rows"], sizes["columns"]), jnp.int32)
-    out = lax.fori_loop(0, pl.cdiv(x_ref.shape[1], BLOCK), add_piece, out)
+    zeros = tuple(jnp.zeros((sizes["rows"], width), exact) for _ in cut)
+    sums = lax.fori_loop(0, pl.cdiv(x_ref.shape[1], BLOCK), add_piece, zeros)
     x_scale = triton.load(x_scale_ref.at[row.indices], row.own)
-    w_scale = triton.load(w_scale_ref.at[column.indices], column.own)
-    store_block(out_ref, out.astype(jnp.float32) * x_scale[:, None] * w_scale[None, :], row, column)
+    for out, column in zip(sums, cut, strict=True):
+        w_scale = triton.load(w_scale_ref.at[column.indices], column.own)
+        store_block(out_ref, out.astype(jnp.float32) * x_scale[:, None] * w_scale[None, :], row, column)
 
 
 def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:

@@ -7,14 +7,17 @@ elsewhere dequantised values are multiplied.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels.backends.device import device
+from kernels.mesh import free, split_tokens, splits_tokens_alone
 from kernels.quantized_matmul import shared
 from kernels.quantized_matmul.quantize import BLOCK, MX, Quantized, dequantize, spread, whole_pieces
 from kernels.quantized_matmul.shared import INT32_TERMS, Formula, Kernels, Matrix
@@ -39,7 +42,7 @@ def quantized_matmul(
     x: Float[Array, "*batch in"], w: Matrix, scale: Array | None, *, formula: Formula
 ) -> Float[Array, "*batch out"]:
     """Computes `kernels.int8_matmul` or `kernels.fp8_matmul` by XLA."""
-    return shared.quantized_matmul(Kernels(_weight_only, _both), formula, x, w, scale)
+    return shared.quantized_matmul(Kernels(_weight_only, both), formula, x, w, scale)
 
 
 def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
@@ -49,11 +52,12 @@ def _weight_only(x: Array, w: Quantized, dtype: DTypeLike) -> Array:
     return (out * _per_column(w.scale, out.ndim)).astype(dtype)
 
 
-def _both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
+def both(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
+    """Multiplies two quantised sides."""
     if _takes_scales(x, w, dtype):
-        # XLA hands the scales to cuBLASLt, as they are in float32, together with the values in 8 bits.
-        rows, matrix = (side.values.astype(dtype) * side.scale.astype(dtype) for side in (x, w))
-        return _product(rows, matrix, dtype, lax.Precision.HIGHEST)
+        # On a mesh XLA would gather the matrix in `dtype`, and then multiply in it.
+        multiply = functools.partial(_with_scales, dtype)
+        return split_tokens(multiply, x, w) if splits_tokens_alone(x.values.shape) else multiply(x, w)
     if not w.by_pieces:
         pieces = [slice(i, i + INT32_TERMS) for i in range(0, x.values.shape[-1], INT32_TERMS)]
         # XLA scales in a separate kernel. float8 products reach it in bfloat16, in half the bytes of float32.
@@ -90,14 +94,24 @@ def _takes_scales(x: Quantized, w: Quantized, dtype: DTypeLike) -> bool:
     )
 
 
+def _with_scales(dtype: DTypeLike, x: Quantized, w: Quantized) -> Array:
+    """Writes the product so that XLA hands the scales to cuBLASLt, in float32, together with the values in 8 bits."""
+    rows, matrix = (side.values.astype(dtype) * side.scale.astype(dtype) for side in (x, w))
+    return _product(rows, matrix, dtype, lax.Precision.HIGHEST)
+
+
 def _mx(x: Quantized, w: Quantized, dtype: DTypeLike) -> Array:
     if (device().capability or (0, 0)) < BLACKWELL:
         held = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16  # bfloat16 holds the numbers of MXFP8, too
         rows, matrix = (dequantize(side).astype(held) for side in (x, w))
         return _product(rows, matrix).astype(dtype)
     one_batch = lambda side: side.reshape(1, -1, side.shape[-1])
-    values = (one_batch(whole_pieces(side.values, MX)) for side in (x, w))
-    scales = (one_batch(side.scale.astype(jnp.float8_e8m0fnu)) for side in (x, w))
+    values = [one_batch(whole_pieces(side.values, MX)) for side in (x, w)]
+    scales = [one_batch(side.scale.astype(jnp.float8_e8m0fnu)) for side in (x, w)]
+    if scales[0].shape[-1] % math.prod(free().values()):
+        # The product would be split between values that share a scale, and then JAX multiplies by wrong scales.
+        whole = P(P.UNCONSTRAINED, P.UNCONSTRAINED, None)
+        values, scales = jax.tree.map(lambda side: lax.with_sharding_constraint(side, whole), (values, scales))
     out = jax.nn.scaled_matmul(*values, *scales, preferred_element_type=dtype)
     return out.reshape(*x.values.shape[:-1], -1)
 

@@ -4,14 +4,16 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kernels
 from kernels.quantized_matmul import triton, xla
 from kernels.quantized_matmul.shared import Formula
 from tests.kernels.gpu import Case, complaints, mesh_of, needs_compiler
+from train.base.chips import fleet
 from train.planning import breakdown
 from train.state.remat import REMAT
 
@@ -54,6 +56,8 @@ CASES = {
     # The sums in int32, of 470 MB, are never written.
     "int8, channel, forward": case(jnp.int8, "channel", 8192, 4096, 14336, **SCALED, temporary=34 * MB),
     "int8, channel, edges": case(jnp.int8, "channel", 1000, 2880, 2880, **SCALED, temporary=4 * MB),
+    "fp8, channel, forward": case(FP8, "channel", 8192, 4096, 14336, **SCALED, temporary=34 * MB),
+    "fp8, channel, edges": case(FP8, "channel", 1000, 2880, 2880, **SCALED, temporary=4 * MB),
     "fp8, block, edges": case(FP8, "block", 1000, 2880, 2880, **BOTH, temporary=4 * MB),
     "weights only, fp8, block, decode": case(FP8, "block", 16, 4096, 14336, hgmma=()),
     "weights only, int8, channel, decode": case(jnp.int8, "channel", 16, 4096, 14336, hgmma=()),
@@ -84,6 +88,27 @@ def test_xla_hands_eight_bits_to_cublaslt(dtype, call, granularity, shape):
         compiled = product.lower(*arguments).compile({"xla_gpu_enable_triton_gemm": False})
     assert f'custom_call_target="{call}"' in compiled.as_text()
     assert "s8[4096,4096]" in compiled.as_text() or dtype == FP8
+
+
+@needs_compiler
+def test_on_a_mesh_matrices_are_gathered_in_eight_bits():
+    """Forward and backward pass of a product in float8 multiply in float8, after gathering the matrix in float8."""
+    mesh = Mesh(np.array(fleet("h200:2")[1]), ("fsdp",))
+    on = lambda shape, *spec: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+    x, w, d_out = on((2, 1024, 1024), "fsdp"), on((4096, 1024), None, "fsdp"), on((2, 1024, 4096), "fsdp")
+
+    def step(x, w, d_out):
+        out, gradient = jax.vjp(lambda x, w: kernels.fp8_matmul(x, w, activations=True, gradients="quantized"), x, w)
+        return out, gradient(d_out)
+
+    with jax.set_mesh(mesh):
+        places = (d_out.sharding, (x.sharding, w.sharding))
+        compiled = jax.jit(step, out_shardings=places).lower(x, w, d_out).compile({"xla_gpu_enable_triton_gemm": False})
+    text = compiled.as_text()
+    gathered = [line for line in text.splitlines() if re.search(r" all-gather(-start)?\(", line)]
+    assert gathered and not any("bf16[" in line for line in gathered)
+    calls = re.findall(r'custom_call_target="([^"]*(?:cublas|triton)[^"]*)"', text)
+    assert sorted(calls) == ["__cublas$lt$matmul$f8", "__cublas$lt$matmul$f8", "__gpu$xla.gpu.triton"]
 
 
 @needs_compiler

@@ -47,7 +47,8 @@ def test_what_the_files_say_of_platforms_and_ranks():
         assert [dispatch.preference(operation, platform) for platform in ("cpu", "gpu", "tpu")] == asked
         known = dispatch.implementations(operation)
         assert set(known) == set(sum(asked, by_name.split()))
-        assert {name for name, said in known.items() if said.split_by_xla} == {"reference", "xla"} & set(known)
+        plain = {"reference", "xla"} & set(known)
+        assert {name for name, said in known.items() if said.on_meshes and not said.splits_itself} == plain
         for platform in ("cpu", "gpu", "tpu"):
             ranks = [said.rank for said in known.values() if platform in said.platforms]
             assert len(ranks) == len(set(ranks)), "which of two is asked first must not depend on their names"
@@ -58,7 +59,9 @@ def test_every_implementation_has_its_function_and_its_refusal():
         for name, said in dispatch.implementations(operation).items():
             module = dispatch.first(operation, (name,))
             assert callable(getattr(module, operation)) and (name == "reference" or callable(module.refusal))
-            assert said == (module.PLATFORMS, module.RANK), "what is read from the file is what it says when imported"
+            mesh = (operation, name) == ("quantized_matmul", "triton") and module.MESH
+            imported = (module.PLATFORMS, module.RANK, mesh)
+            assert said == imported, "what is read from the file is what it says when imported"
 
 
 def test_implementations_are_not_imported_before_they_are_asked():
@@ -227,6 +230,10 @@ CALLS = {
     "`fp8_matmul`, weights only or by blocks": (
         kernels.fp8_matmul,
         [bf16(16, 256), shape(256, 256, dtype=jnp.float8_e4m3fn), BY_BLOCKS],
+    ),
+    "`fp8_matmul`, both sides by channel": (
+        functools.partial(kernels.fp8_matmul, activations=True, gradients="quantized"),
+        [bf16(16, 256), bf16(256, 256)],
     ),
 }
 

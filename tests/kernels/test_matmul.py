@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import kernels
 from kernels.backends.device import Device
@@ -115,8 +117,7 @@ CASES_OF = [
     (implementation, *case)
     for implementation in IMPLEMENTATIONS
     for case in CASES
-    if (implementation not in ("tpu", "triton") or case[1] != "mx")
-    and (implementation != "triton" or case[0] == jnp.int8 or case[1] == "block" or case[2:] == (False, "float"))
+    if implementation not in ("tpu", "triton") or case[1] != "mx"
 ]
 
 
@@ -159,6 +160,45 @@ def test_blackwell_multiplies_mxfp8_itself(monkeypatch, rows):
         (shape(tokens, 160), shape(192, 160)),
         (shape(160, padded), shape(192, padded)),
     ]
+
+
+def on_a_mesh(product, x, w, d_out, **axes):
+    """Returns what `run` does, on four devices with these axes, of which `fsdp` splits x by rows and w by columns."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(*axes.values()), tuple(axes))
+    on = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
+    step = lambda x, w, d_out: (lambda out, gradient: (out, *gradient(d_out)))(*jax.vjp(product, x, w))
+    with jax.set_mesh(mesh):
+        (choice,) = kernels.explain(product, x, w)
+        given = on(x, "fsdp"), on(w, None, "fsdp"), on(d_out, "fsdp")
+        return choice, jax.device_get(jax.jit(step, compiler_options=QUICK)(*given))
+
+
+@pytest.mark.parametrize(
+    "dtype, gradients, axes", [(jnp.int8, "float", dict(fsdp=4)), (FP8, "quantized", dict(fsdp=2, context=2))]
+)
+def test_triton_on_a_mesh_that_splits_tokens(dtype, gradients, axes):
+    options = dict(granularity="channel", activations=True, gradients=gradients)
+    given = x, w, _ = arrays(rows=(4, 12), outs=152)
+    product = functools.partial(OPERATIONS[dtype], **options)
+    with kernels.prefer("triton"):
+        choice, actual = on_a_mesh(product, *given, **axes)
+        with jax.set_mesh(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))):
+            (on_others,) = kernels.explain(product, x, w)
+    assert choice.implementation == "triton" and on_others.implementation == "xla"
+    assert on_others.others["triton"].startswith("on a mesh each device must have its own tokens")
+    assert np.max(errors(actual, oracle(*given, dtype, **options))) < 1e-5
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this jax has scaled_matmul for GPUs alone")
+@pytest.mark.parametrize("rows", [(4, 64), (4, 8)])
+def test_mxfp8_on_a_mesh(monkeypatch, rows):
+    """Devices whose tokens are fewer than those that share a scale get whole groups, too."""
+    monkeypatch.setattr(xla, "device", lambda: Device("gpu", "NVIDIA B200"))
+    options = dict(granularity="mx", activations=True, gradients="quantized")
+    given = arrays(rows=rows, **MX_SIDES)
+    product = lambda x, w: kernels.fp8_matmul(x, w, implementation="xla", **options)
+    _, actual = on_a_mesh(product, *given, fsdp=4)
+    assert np.max(errors(actual, oracle(*given, FP8, **options))) < 1e-5
 
 
 @functools.cache
@@ -373,8 +413,8 @@ def test_contradictions_are_refused(untyped):
         "must have one dtype, not float32 and int8": lambda: kernels.fp8_matmul(x, values),
         "x is float8_e4m3fn, and its products would be too": lambda: kernels.fp8_matmul(x.astype(FP8), w),
         "x have 200 features, and w, .out, in., takes 150": lambda: kernels.int8_matmul(x, w.T),
-        "'triton'.: it multiplies two sides in float8 only by blocks, not by channel": lambda: kernels.fp8_matmul(
-            x, w, activations=True, implementation="triton"
+        "'triton'.: it multiplies two sides in float8 by blocks or channels, not by tensor": lambda: kernels.fp8_matmul(
+            x, w, granularity="tensor", activations=True, implementation="triton"
         ),
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.zoo.programs import POSITIONS, SEGMENTS, STACKS, TOKENS
-from zoo.nn.layers import Embedding, Linear
+from zoo.nn.layers import Embedding, LayerNorm, Linear, erf_gelu, geglu, gelu
 from zoo.surgery import cast, modules
 
 
@@ -98,3 +98,36 @@ def test_long_text_that_repeats_itself(load, name):
     for got, exact in zip(gradients([jnp.asarray(a) for a in arrays], text), want, strict=True):
         once = np.linalg.norm(np.asarray(jnp.asarray(exact, jnp.bfloat16), np.float64) - exact)
         assert 0 < np.linalg.norm(got - exact) <= 1.2 * once
+
+
+@pytest.mark.parametrize("of_gate", [False, True])
+def test_norms_and_gelus_are_rounded_once(of_gate):
+    """A layer norm, GELU and GEGLU in bfloat16 give the numbers of float64, rounded once, and so do their gradients."""
+    norm = LayerNorm(48, 1e-6)
+    numbers = np.random.default_rng(0).normal(1, 2, (3, 40, 48)).astype(jnp.bfloat16)
+    x, up, d_out = jnp.asarray(numbers)
+    weight, bias = x[0] + 0.5, x[1]
+    norm = eqx.tree_at(lambda m: (m.weight, m.bias), norm, (weight, bias))
+
+    def by_formula(x, up, weight, bias):
+        centred = x - x.mean(-1, keepdims=True)
+        normed = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * weight[None] + bias[None]
+        gelu = lambda x: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return (gelu(x) * up, gelu(x)) if of_gate else (normed, 0.5 * x * (1 + jax.scipy.special.erf(x / np.sqrt(2))))
+
+    def ours(x, up, weight, bias):
+        layer = eqx.tree_at(lambda m: (m.weight, m.bias), norm, (weight, bias))
+        return (geglu(x, up), gelu(x)) if of_gate else (layer(x), erf_gelu(x))
+
+    def run(both, *given):
+        out, gradient = jax.vjp(both, *given)
+        d, zero = d_out.astype(given[0].dtype), jnp.zeros_like(given[0])
+        return out, gradient((d, zero)), gradient((zero, d))
+
+    found = jax.jit(lambda *given: run(ours, *given))(x, up, weight, bias)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(a, np.float64)) for a in (x, up, weight, bias)]
+        meant = jax.device_get(run(by_formula, *exact))
+    assert all(a.dtype == jnp.bfloat16 for a in jax.tree.leaves(found))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(meant), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2**-8, atol=1e-4)  # float32's, in GELU's tails

@@ -238,19 +238,34 @@ def swiglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> 
 
 
 def geglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-    """Computes gelu(gate) * up (arXiv:2002.05202), with gelu's approximation by tanh."""
+    """Computes gelu(gate) * up (arXiv:2002.05202), with gelu's approximation by tanh: in float32, and rounded once."""
     return _gelu_times(checkpoint_name(_plain_product(gate), MLP_GATE), checkpoint_name(up, MLP_UP))
 
 
 def gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-    """Computes gelu(x) (arXiv:1606.08415), with its approximation by tanh."""
-    return _gelu(checkpoint_name(x, MLP_UP))
+    """Computes gelu(x) (arXiv:1606.08415), with its approximation by tanh: in float32, and rounded once."""
+    return _gelu(_stored_gradient(checkpoint_name(x, MLP_UP)), True)
 
 
-@recomputed
 def erf_gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
     """Computes gelu(x) (arXiv:1606.08415) itself, without an approximation: in float32, and rounded once."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+    return _gelu(_stored_gradient(checkpoint_name(x, MLP_UP)), False)
+
+
+@jax.custom_vjp
+def _stored_gradient(x: Array) -> Array:
+    """Returns `x`. On a GPU the backward pass writes its gradient before anything is made of it.
+
+    A bias's gradient is the sum of it over all tokens. XLA would compute GELU's derivative within that sum, and for
+    that write and read the tanh, and read the inputs once more than for the products.
+    """
+    return x
+
+
+_stored_gradient.defvjp(
+    lambda x: (x, None),
+    lambda _, d_x: (jax.lax.optimization_barrier(d_x) if device().platform == "gpu" else d_x,),
+)
 
 
 # The names are outside of what is computed again, so that a policy may keep the named arrays.
@@ -261,12 +276,13 @@ def _silu_times(gate: Array, up: Array) -> Array:
 
 @recomputed
 def _gelu_times(gate: Array, up: Array) -> Array:
-    return jax.nn.gelu(gate, approximate=True) * up
+    exact = lambda a: a.astype(jnp.float32)
+    return (jax.nn.gelu(exact(gate), approximate=True) * exact(up)).astype(gate.dtype)
 
 
-@recomputed
-def _gelu(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=True)
+@functools.partial(recomputed, static_argnums=1)
+def _gelu(x: Array, approximate: bool) -> Array:
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
 
 
 class LayerNorm(eqx.Module):
@@ -279,12 +295,39 @@ class LayerNorm(eqx.Module):
     def __init__(self, dim: int, eps: float):
         self.weight, self.bias, self.eps = jnp.ones(dim), jnp.zeros(dim), eps
 
-    @recomputed
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-        y, weight, bias = (array.astype(jnp.float32) for array in (x, self.weight, self.bias))
-        y -= kernels.mean(y)
-        y *= jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
-        return (y * jnp.broadcast_to(weight, y.shape) + jnp.broadcast_to(bias, y.shape)).astype(x.dtype)
+        return _layer_norm(self.eps, x, self.weight, self.bias)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_norm(eps: float, x: Array, weight: Array, bias: Array) -> Array:
+    y = x.astype(jnp.float32)
+    y -= kernels.mean(y)
+    y *= jax.lax.rsqrt(kernels.mean(jnp.square(y)) + eps)
+    weight, bias = (jnp.broadcast_to(array.astype(jnp.float32), x.shape) for array in (weight, bias))
+    return (y * weight + bias).astype(x.dtype)
+
+
+def _layer_norm_backward(eps: float, residuals: tuple[Array, Array, Array], d_out: Array) -> tuple[Array, Array, Array]:
+    """Computes the gradients from the inputs as they are.
+
+    The means and deviations, two numbers of a row, are computed first and kept apart. Otherwise XLA computes them once
+    more where it multiplies the rows by `d_out`, and writes these products in float32, to sum them over all rows.
+    """
+    x, weight, bias = residuals
+    y, d = x.astype(jnp.float32), d_out.astype(jnp.float32)
+    mean = kernels.mean(y)
+    mean, inverse = jax.lax.optimization_barrier((mean, jax.lax.rsqrt(kernels.mean(jnp.square(y - mean)) + eps)))
+    normed = (y - mean) * inverse
+    over_rows = lambda products: jnp.sum(products, axis=tuple(range(x.ndim - 1)))
+    d_normed = d * jnp.broadcast_to(weight.astype(jnp.float32), d.shape)
+    d_x = inverse * (d_normed - kernels.mean(d_normed) - normed * kernels.mean(d_normed * normed))
+    return d_x.astype(x.dtype), over_rows(d * normed).astype(weight.dtype), over_rows(d).astype(bias.dtype)
+
+
+_layer_norm.defvjp(
+    lambda eps, x, weight, bias: (_layer_norm(eps, x, weight, bias), (x, weight, bias)), _layer_norm_backward
+)
 
 
 class RMSNorm(eqx.Module):

@@ -29,7 +29,7 @@ from kernels.tokens import first_of_document
 from zoo.nn.block import AbstractBlock
 from zoo.nn.cache import NEVER, PagesOf, all_of_rows, positions_of, split_over
 from zoo.nn.fields import part_config, text_config
-from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, erf_gelu, recomputed
+from zoo.nn.layers import AbstractLinear, Embedding, LayerNorm, Linear, erf_gelu, gelu
 from zoo.nn.model import AbstractRowCache, Images, OneOf
 from zoo.nn.rope import AbstractRotary, rotated
 from zoo.nn.stack import Caches, Stack
@@ -158,12 +158,6 @@ class Attention(eqx.Module):
         return self.proj(y.reshape(x.shape))
 
 
-@recomputed
-def tanh_gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-    """Computes gelu(x) (arXiv:1606.08415) with its approximation by tanh, in float32 and rounded once, as PyTorch."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
-
-
 class MLP(eqx.Module):
     linear_fc1: AbstractLinear
     linear_fc2: AbstractLinear
@@ -174,7 +168,7 @@ class MLP(eqx.Module):
         self.linear_fc2 = Linear(c.intermediate_size, c.hidden_size, bias=True, key=fc2)
 
     def __call__(self, x: Float[Array, "pictures patches embed"]) -> Float[Array, "pictures patches embed"]:
-        return self.linear_fc2(tanh_gelu(self.linear_fc1(x)))
+        return self.linear_fc2(gelu(self.linear_fc1(x)))
 
 
 class Block(AbstractBlock):
