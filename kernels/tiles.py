@@ -7,6 +7,9 @@ from jax import lax
 from jaxtyping import Array, Int
 
 
+FEW = 256  # rows: up to so many, comparing each with all takes a GPU less time than starting the kernels of a sort
+
+
 def mean_rows(tokens: int, groups: int, *, least: int, most: int) -> int:
     """Returns the power of two, from `least` to `most`, that holds a group of mean size."""
     mean = -(-tokens // groups)

@@ -21,13 +21,12 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels.backends.device import device
 from kernels.stacked import Stacked
-from kernels.tiles import Tile, Tiles, with_rest
+from kernels.tiles import FEW, Tile, Tiles, with_rest
 
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 SMALLEST = 16  # the shortest side of a block that Triton multiplies
-FEW_ROWS = 256  # most sorted rows whose tiles each program finds by itself
 
 
 def launch(
@@ -147,7 +146,7 @@ class Sought:
 
 def tiles(group_sizes: Int[Array, " groups"], tokens: int, rows: int) -> Listed | Sought:
     """Cuts sorted rows into tiles of `rows` rows at most. Those that belong to no group are one more, at the end."""
-    if tokens <= FEW_ROWS:
+    if tokens <= FEW:
         return Sought(group_sizes, tokens, rows)
     found = Tiles.of(with_rest(group_sizes, tokens), tokens, rows)
     return Listed(found.group, found.first, found.end)

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.sort_rows.shared import FEW_PAIRS, Sorted
+from kernels.sort_rows.shared import Sorted
+from kernels.tiles import FEW
 
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -13,7 +14,7 @@ RANK = 4
 def sort_rows(x: Float[Array, "tokens dim"], chosen: Int[Array, "tokens choices"], groups: int) -> Sorted:
     """Computes `kernels.sort_rows`."""
     flat, choices = chosen.reshape(-1), chosen.shape[1]
-    if len(flat) > FEW_PAIRS:
+    if len(flat) > FEW:
         order = jnp.argsort(flat, stable=True)
         place, sizes = jnp.argsort(order), jnp.bincount(flat, length=groups)
     else:

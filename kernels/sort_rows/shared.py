@@ -5,9 +5,6 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int
 
 
-FEW_PAIRS = 256  # most pairs that are sorted by comparing each with all
-
-
 class Sorted(NamedTuple):
     """Pairs of a row and a choice, sorted by group; pairs of a group stay in their order."""
 

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from kernels.backends.device import elsewhere
 from kernels.backends.triton import Side, launch, load, store
-from kernels.sort_rows.shared import FEW_PAIRS, Sorted
+from kernels.sort_rows.shared import Sorted
+from kernels.tiles import FEW
 
 
 PLATFORMS = ("gpu",)
@@ -27,8 +28,8 @@ BLOCK = 2048  # features that a program copies at a time: 16 for each thread
 
 def refusal(x: Float[Array, "tokens dim"], chosen: Int[Array, "tokens choices"], _: int) -> str | None:
     """Returns why this implementation cannot take these arguments of `sort_rows`, or None if it can."""
-    if chosen.size > FEW_PAIRS:
-        return f"it compares each pair with all others, which is for {FEW_PAIRS} pairs at most, not {chosen.size}"
+    if chosen.size > FEW:
+        return f"it compares each pair with all others, which is for {FEW} pairs at most, not {chosen.size}"
     if not x.size or not chosen.size:
         return "it needs a row, a feature and a choice at least"
     return elsewhere("gpu")

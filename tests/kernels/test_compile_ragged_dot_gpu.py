@@ -28,7 +28,7 @@ def sorted_rows(product, choices=8):
     array, tokens = jax.ShapeDtypeStruct, product.tokens // choices
     sort = lambda x, chosen: sort_rows.sort_rows(x, chosen, product.groups)
     given = array((tokens, product.ins), jnp.bfloat16), array((tokens, choices), jnp.int32)
-    return Case(sort, given, (), temporary=0)
+    return Case(sort, given, (), temporary=1 << 10)
 
 
 CASES = {f"ragged_dot {name}": case(product, OUT, DX, DW) for name, product in EXPERTS.items()} | {

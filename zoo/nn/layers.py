@@ -18,6 +18,7 @@ import kernels
 from kernels.backends.device import device
 from kernels.mesh import split_lookup
 from kernels.sums import lookup, scaled, spread
+from kernels.tiles import FEW
 
 
 FEW_ROWS = 64  # up to this number of rows, reading a matrix takes most of the time of a product with it
@@ -154,7 +155,7 @@ def biased(
     """Adds to each row its expert's bias, if there are any."""
     if bias is None:
         return y
-    if len(y) <= FEW_ROWS:  # comparisons are one kernel on a GPU, and repeating is three
+    if len(y) <= FEW:  # comparisons are one kernel on a GPU, and repeating is three
         ends = jnp.cumsum(group_sizes)
         expert = jnp.minimum(jnp.sum(ends[None] <= jnp.arange(len(y))[:, None], axis=1), len(bias) - 1)
     else:
