@@ -20,6 +20,7 @@ from kernels.invariant import mean, product, softmax, total
 from kernels.masks import Around, Causal, Chunk, Full, Mask, Spans, Window, sliding
 from kernels.quantized_matmul import fp8_matmul, int8_matmul
 from kernels.ragged_dot import ragged_dot, rounded_ragged_dot
+from kernels.sort_rows import sort_rows
 from kernels.stacked import Slots, Stacked
 from kernels.tokens import Tokens, counted
 
@@ -54,5 +55,6 @@ __all__ = [
     "rounded_ragged_dot",
     "sliding",
     "softmax",
+    "sort_rows",
     "total",
 ]

@@ -73,9 +73,14 @@ def permuted(
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 
-def _permuted_backward(back: Array, gradient: Array) -> tuple[Array, None, None]:
+def sum_of_uses(gradient: Float[Array, " results ..."], back: Int[Array, "rows uses"]) -> Float[Array, " rows ..."]:
+    """Sums the gradients of each row's copies, which `back` lists as in `permuted`."""
     uses = jnp.take(gradient, back, axis=0, mode="fill", fill_value=0)
-    return jnp.sum(uses.astype(_wide(uses)), axis=1).astype(gradient.dtype), None, None
+    return jnp.sum(uses.astype(_wide(uses)), axis=1).astype(gradient.dtype)
+
+
+def _permuted_backward(back: Array, gradient: Array) -> tuple[Array, None, None]:
+    return sum_of_uses(gradient, back), None, None
 
 
 permuted.defvjp(lambda x, index, back: (permuted(x, index, back), back), _permuted_backward)

@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 from jaxtyping import Array, Int
 
 
-FEW = 64  # most rows that have a tile each
+FEW = 256  # rows: up to so many, comparing each with all takes a GPU less time than starting the kernels of a sort
 
 
 def mean_rows(tokens: int, groups: int, *, least: int, most: int) -> int:
@@ -59,23 +59,22 @@ class Tiles(NamedTuple):
         first = jnp.clip(origin, starts[group], ends[group])
         return cls(size, jnp.cumsum(counts)[-1], group, first, jnp.minimum(origin + size, ends[group]))
 
-    @classmethod
-    def with_rest(cls, group_sizes: Int[Array, " groups"], tokens: int, size: int) -> "Tiles":
-        """Cuts the rows into tiles; those that belong to no group are one more group at the end.
 
-        Few rows of many groups have a tile each, found by comparisons alone: a GPU runs three kernels, where `of` takes
-        a dozen. A tile that would begin within another one has no rows, and belongs to the last group.
-        """
-        if tokens > min(FEW, len(group_sizes)):
-            return cls.of(with_rest(group_sizes, tokens), tokens, size)
-        first, groups = np.arange(tokens, dtype=np.int32), jnp.arange(len(group_sizes))
-        until = groups[None] <= groups[:, None]
-        ends = jnp.minimum(jnp.sum(jnp.where(until, group_sizes[None], 0), axis=1, dtype=jnp.int32), tokens)
-        over = ends[None] <= first[:, None]  # groups that end before a row
-        group = jnp.sum(over, axis=1, dtype=jnp.int32)
-        start = jnp.max(jnp.where(over, ends[None], 0), axis=1)
-        end = jnp.min(jnp.where(over, tokens, ends[None]), axis=1)  # the rest ends at the last row
-        begins = (first - start) % size == 0
-        group = jnp.where(begins, group, len(group_sizes))
-        end = jnp.where(begins, jnp.minimum(first + size, end), first)
-        return cls(size, jnp.int32(tokens), group, jnp.asarray(first), end)
+class Tile(NamedTuple):
+    """One tile: rows of one group."""
+
+    group: Int[Array, ""]
+    first: Int[Array, ""]  # its first row
+    end: Int[Array, ""]  # the row after its last
+
+    @classmethod
+    def nth(cls, n: Int[Array, ""], group_sizes: Int[Array, " groups"], tokens: int, size: int) -> "Tile":
+        """Finds tile `n` of those of `Tiles.of` without the others, in a kernel. One beyond them has no rows."""
+        ends = lax.cumsum(group_sizes, axis=0)
+        starts, ends = jnp.minimum(ends - group_sizes, tokens), jnp.minimum(ends, tokens)
+        counts = (ends - starts + size - 1) // size
+        until = lax.cumsum(counts, axis=0)  # tiles of the groups up to each, its own included
+        group = jnp.sum((until <= n).astype(jnp.int32))
+        of_group = lambda x: jnp.sum(jnp.where(jnp.arange(len(x), dtype=jnp.int32) == group, x, 0))
+        first = of_group(starts) + size * (n - of_group(until - counts))
+        return cls(group, first, jnp.minimum(first + size, of_group(ends)))

@@ -17,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels.backends.device import device
 from kernels.stacked import Stacked
+from kernels.tiles import FEW, Tile, Tiles, with_rest
 
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
@@ -96,6 +97,59 @@ class Side(NamedTuple):
     def of(cls, i: Array, size: int, length: int) -> "Side":
         """Returns block `i` of an axis of that length."""
         return cls(pl.ds(i * size, size), inside(i * size, size, length))
+
+
+def span(start: Array, size: int, end: Array) -> Side:
+    """Returns `size` rows from `start` on, of which those before `end` are valid."""
+    return Side(pl.ds(start, size), start + jnp.arange(size, dtype=jnp.int32) < end)
+
+
+class Listed(NamedTuple):
+    """Tiles of many rows, computed by XLA in a dozen kernels."""
+
+    group: Any
+    first: Any
+    end: Any
+
+    @property
+    def most(self) -> int:
+        """The number of tiles, with those that may have no rows."""
+        return self.group.shape[0]
+
+    def tile(self, n: Array) -> Tile:
+        """Returns a tile in a kernel. Beyond the last one, which hardly ever has rows, it is the last one."""
+        n = jnp.minimum(n, self.most - 1)
+        return Tile(self.group[n], self.first[n], self.end[n])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sought:
+    """Tiles of few rows. Each program finds its own by the sizes of all groups, so no other kernel has to run first."""
+
+    sizes: Any
+    tokens: int = dataclasses.field(metadata=dict(static=True))
+    rows: int = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def most(self) -> int:
+        """The largest possible number of tiles: each but the last of a group is full, and all have a row."""
+        return min(self.tokens, self.sizes.shape[0] + 1 + self.tokens // self.rows)
+
+    def tile(self, n: Array) -> Tile:
+        """Returns a tile in a kernel. One beyond the last has no rows."""
+        (groups,) = self.sizes.shape
+        group = jnp.arange(pl.next_power_of_2(groups + 1), dtype=jnp.int32)
+        sizes = load(self.sizes.at[Side.of(jnp.int32(0), len(group), groups).indices], group < groups)
+        return Tile.nth(n, jnp.where(group == groups, self.tokens, sizes), self.tokens, self.rows)
+
+
+def tiles(group_sizes: Int[Array, " groups"], tokens: int, rows: int) -> Listed | Sought:
+    """Cuts sorted rows into tiles of `rows` rows at most. Those that belong to no group are one more, at the end."""
+    if tokens <= FEW:
+        return Sought(group_sizes, tokens, rows)
+    found = Tiles.of(with_rest(group_sizes, tokens), tokens, rows)
+    return Listed(found.group, found.first, found.end)
 
 
 def load_block(ref: Any, rows: Side, columns: Side, *matrix: Array) -> Array:

@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kernels.backends import blocks, triton
 from kernels.backends.device import elsewhere
-from kernels.backends.triton import Side, load_block, store_block
+from kernels.backends.triton import Listed, Side, Sought, load_block, span, store_block
 from kernels.coded import TABLES, Coded, factors
 from kernels.coded_matmul import shared
 from kernels.stacked import Stacked
-from kernels.tiles import Tiles, mean_rows
+from kernels.tiles import mean_rows
 
 
 PLATFORMS = ("gpu",)
@@ -60,19 +60,17 @@ def grouped(x: Float[Array, "tokens in"], w: Coded, group_sizes: Int[Array, " gr
     rows = mean_rows(tokens, groups, least=triton.SMALLEST, most=shared.MOST_ROWS)
     sizes = dict(blocks.sizes(__name__, w.code if w.code == "float8" else "table", x.dtype, f"rows{rows}"))
     sizes["depth"] = max(sizes["depth"], block)
-    tiles = Tiles.with_rest(group_sizes, tokens, sizes["rows"])
-    band = min(BAND, len(tiles.group))
+    tiles = triton.tiles(group_sizes, tokens, sizes["rows"])
+    band = min(BAND, tiles.most)
     return triton.launch(
         functools.partial(_kernel, sizes, sizes["depth"] // block, shifts),
-        tiles.group,
-        tiles.first,
-        tiles.end,
+        tiles,
         shared.by_phases(x, len(shifts)),
         triton.addressable(values),
         scale,
         jnp.asarray(TABLES.get(w.code, np.zeros(16, np.float32))),
         name="coded_matmul",
-        grid=(band, pl.cdiv(columns, sizes["columns"]), pl.cdiv(len(tiles.group), band)),
+        grid=(band, pl.cdiv(columns, sizes["columns"]), pl.cdiv(tiles.most, band)),
         results=jax.ShapeDtypeStruct((tokens, columns), x.dtype),
         warps=sizes["warps"],
         stages=sizes["stages"],
@@ -88,9 +86,7 @@ def _kernel(
     sizes: dict[str, int],
     blocks: int,
     shifts: tuple[int | None, ...],
-    group_ref: Any,
-    first_ref: Any,
-    end_ref: Any,
+    tiles: Listed | Sought,
     x_ref: Any,
     values_ref: Stacked,
     scale_ref: Stacked,
@@ -99,17 +95,15 @@ def _kernel(
 ) -> None:
     depth, columns = values_ref.shape[-1], out_ref.shape[1]
     layers, groups = (values_ref.layer[...], scale_ref.layer[...]), values_ref.stack.shape[1]
-    # The last band may have too few tiles: then the last tile, which hardly ever has rows, is computed again.
-    tile = jnp.minimum(pl.program_id(2) * pl.num_programs(0) + pl.program_id(0), group_ref.shape[0] - 1)
-    group, first = group_ref[tile], first_ref[tile]
-    row = Side(pl.ds(first, sizes["rows"]), first + jnp.arange(sizes["rows"], dtype=jnp.int32) < end_ref[tile])
+    tile = tiles.tile(pl.program_id(2) * pl.num_programs(0) + pl.program_id(0))  # the last band may have too few
+    row = span(tile.first, sizes["rows"], tile.end)
     column = Side.of(pl.program_id(1), sizes["columns"], columns)
 
     def add(step: Array, out: Array) -> Array:
         piece = Side.of(step, sizes["depth"], depth)
-        values = load_block(values_ref.stack, column, piece, layers[0], group)
+        values = load_block(values_ref.stack, column, piece, layers[0], tile.group)
         by_block = Side.of(step, blocks, scale_ref.stack.shape[-1])
-        scale = factors(load_block(scale_ref.stack, column, by_block, layers[1], group))
+        scale = factors(load_block(scale_ref.stack, column, by_block, layers[1], tile.group))
         scale = jnp.broadcast_to(scale[:, :, None], (*scale.shape, sizes["depth"] // blocks)).reshape(values.shape)
         for phase, shift in enumerate(shifts):
             numbers = values.astype(jnp.float32) if shift is None else _looked_up(table_ref, values >> shift)
@@ -118,7 +112,7 @@ def _kernel(
             out += triton.dot((numbers * scale).astype(x.dtype), x, over=(1, 1))
         return out
 
-    steps = pl.cdiv(depth, sizes["depth"]) * (group < groups).astype(jnp.int32)
+    steps = pl.cdiv(depth, sizes["depth"]) * (tile.group < groups).astype(jnp.int32)
     out = lax.fori_loop(0, steps, add, jnp.zeros((sizes["columns"], sizes["rows"]), jnp.float32))
     store_block(out_ref, out.T, row, column)
 

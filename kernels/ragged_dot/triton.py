@@ -20,13 +20,13 @@ from jaxtyping import Array, Float, Int
 from kernels.backends import blocks, triton
 from kernels.backends.device import elsewhere
 from kernels.backends.dot8 import dot8
-from kernels.backends.triton import Side, load_block, store_block
+from kernels.backends.triton import Listed, Side, Sought, load_block, span, store_block
 from kernels.coded import Coded
 from kernels.coded_matmul import triton as coded_triton
 from kernels.ragged_dot import shared
 from kernels.ragged_dot.shared import Matrices, Rows
 from kernels.stacked import Stacked
-from kernels.tiles import Tiles, mean_rows, spans
+from kernels.tiles import mean_rows, spans
 
 
 PLATFORMS = ("gpu",)
@@ -60,20 +60,18 @@ def _rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -
     rows = mean_rows(tokens, groups, least=triton.SMALLEST, most=128)
     shape_class = f"rows{rows}" if rows < 128 else "shallow" if depth <= SHALLOW else "deep"
     sizes = blocks.sizes(__name__, "int8" if w.dtype == jnp.int8 else "matrices", x.dtype, shape_class)
-    tiles = Tiles.with_rest(group_sizes, tokens, sizes["rows"])
+    tiles = triton.tiles(group_sizes, tokens, sizes["rows"])
 
     # Programs start along the grid's first axis, then along its second. So a band of rows takes one block of columns
     # after another: both sides of the products that run at a time are a few megabytes, and stay in the L2 cache.
-    band = min(BAND, len(tiles.group))
+    band = min(BAND, tiles.most)
     return triton.launch(
         functools.partial(_rows_times_matrices_kernel, sizes, axis),
-        tiles.group,
-        tiles.first,
-        tiles.end,
+        tiles,
         x,
         triton.addressable(w),
         name="ragged_dot_out" if axis == 2 else "ragged_dot_dx",
-        grid=(band, pl.cdiv(columns, sizes["columns"]), pl.cdiv(len(tiles.group), band)),
+        grid=(band, pl.cdiv(columns, sizes["columns"]), pl.cdiv(tiles.most, band)),
         results=jax.ShapeDtypeStruct((tokens, columns), shared.result_dtype(x)),
         warps=sizes["warps"],
         stages=sizes["stages"],
@@ -88,19 +86,15 @@ def _rows_times_matrices(x: Array, w: Matrices, group_sizes: Array, axis: int) -
 def _rows_times_matrices_kernel(
     sizes: dict[str, int],
     axis: int,
-    group_ref: Any,
-    first_ref: Any,
-    end_ref: Any,
+    tiles: Listed | Sought,
     x_ref: Any,
     w_ref: Stacked,
     out_ref: Any,
 ) -> None:
     (_, depth), (_, columns), (groups, _, _) = x_ref.shape, out_ref.shape, w_ref.shape
     w_stack_ref, layer = w_ref.stack, w_ref.layer[...]
-    # The last band may have too few tiles: then the last tile, which hardly ever has rows, is computed again.
-    tile = jnp.minimum(pl.program_id(2) * pl.num_programs(0) + pl.program_id(0), group_ref.shape[0] - 1)
-    group = group_ref[tile]
-    row = _span(first_ref[tile], sizes["rows"], end_ref[tile])
+    tile = tiles.tile(pl.program_id(2) * pl.num_programs(0) + pl.program_id(0))  # the last band may have too few
+    row = span(tile.first, sizes["rows"], tile.end)
     column = Side.of(pl.program_id(1), sizes["columns"], columns)
 
     dot = dot8 if x_ref.dtype.itemsize == 1 else functools.partial(triton.dot, over=(1, axis - 1))
@@ -108,10 +102,10 @@ def _rows_times_matrices_kernel(
     def add(step: Array, out: Array) -> Array:
         inner = Side.of(step, sizes["depth"], depth)
         x = load_block(x_ref, row, inner)
-        w = load_block(w_stack_ref, *((column, inner) if axis == 2 else (inner, column)), layer, group)
+        w = load_block(w_stack_ref, *((column, inner) if axis == 2 else (inner, column)), layer, tile.group)
         return out + dot(x, w.astype(x.dtype))
 
-    steps = pl.cdiv(depth, sizes["depth"]) * (group < groups).astype(jnp.int32)
+    steps = pl.cdiv(depth, sizes["depth"]) * (tile.group < groups).astype(jnp.int32)
     sums = jnp.int32 if x_ref.dtype == jnp.int8 else jnp.float32
     out = lax.fori_loop(0, steps, add, jnp.zeros((sizes["rows"], sizes["columns"]), sums))
     store_block(out_ref, out, row, column)
@@ -148,15 +142,10 @@ def _sums_of_products_kernel(
 
     def add(step: Array, dw: Array) -> Array:
         # Both sides are masked beyond the group: zero times a neighbour's NaN would be NaN.
-        row = _span(start + step * sizes["rows"], sizes["rows"], end)
+        row = span(start + step * sizes["rows"], sizes["rows"], end)
         return dw + triton.dot(load_block(d_out_ref, row, out), load_block(x_ref, row, in_), over=(0, 0))
 
     dw = jnp.zeros((sizes["out"], sizes["in"]), jnp.float32)
     steps = (end - start + sizes["rows"] - 1) // sizes["rows"]
     dw = lax.fori_loop(0, steps, add, dw)
     store_block(dw_ref, dw, out, in_, group)
-
-
-def _span(start: Array, size: int, end: Array) -> Side:
-    """Returns `size` rows from `start` on, of which those before `end` are valid."""
-    return Side(pl.ds(start, size), start + jnp.arange(size, dtype=jnp.int32) < end)

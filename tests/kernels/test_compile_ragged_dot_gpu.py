@@ -1,9 +1,11 @@
 """The GPU's ragged_dot, compiled for an H200 at the shapes of real models, multiplies by wgmma and spills nothing."""
 
+import jax
 import jax.numpy as jnp
 
 from kernels.ragged_dot import triton
-from tests.kernels.experts import DECODE, EXPERTS, fixed_matrices, training
+from kernels.sort_rows import triton as sort_rows
+from tests.kernels.experts import DECODE, EXPERTS, Product, fixed_matrices, training
 from tests.kernels.gpu import Case, complaints, needs_compiler
 
 
@@ -21,11 +23,23 @@ def rounded(product, dtype):
     return Case(triton.ragged_dot, (x.update(dtype=dtype), w, sizes), (OUT,), temporary=64 << 10)
 
 
+def sorted_rows(product, choices=8):
+    """Returns a case of the rows that the product multiplies, of which each token chooses some groups."""
+    array, tokens = jax.ShapeDtypeStruct, product.tokens // choices
+    sort = lambda x, chosen: sort_rows.sort_rows(x, chosen, product.groups)
+    given = array((tokens, product.ins), jnp.bfloat16), array((tokens, choices), jnp.int32)
+    return Case(sort, given, (), temporary=1 << 10)
+
+
 CASES = {f"ragged_dot {name}": case(product, OUT, DX, DW) for name, product in EXPERTS.items()} | {
     "ragged_dot int8": case(EXPERTS["Qwen3 30B-A3B up"], OUT, DX, step=fixed_matrices, w_dtype=jnp.int8),
     "ragged_dot int8 by int8": rounded(EXPERTS["Qwen3 30B-A3B up"], jnp.int8),
     "ragged_dot fp8 by fp8": rounded(EXPERTS["Qwen3 30B-A3B up"], jnp.float8_e4m3fn),
     "ragged_dot decode": case(DECODE, DW),  # tiles of 16 rows are too small for HGMMA
+    "ragged_dot decode, many experts": case(Product(512, 250, 2048, 512), DW),
+    "sort_rows": sorted_rows(Product(128, 64, 2048, 768)),
+    "sort_rows, many experts": sorted_rows(Product(512, 250, 2048, 512), choices=10),
+    "sort_rows, one row": sorted_rows(Product(512, 10, 2048, 512), choices=10),
 }
 
 

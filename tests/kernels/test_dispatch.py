@@ -37,6 +37,7 @@ ASKED = {
     "delta_step": ("reference", "triton reference", "tpu reference", "invariant"),
     "quantized_matmul": ("xla reference", "triton xla reference", "tpu xla reference", ""),
     "ragged_dot": ("xla reference", "triton xla reference", "tpu xla reference", "invariant mosaic"),
+    "sort_rows": ("reference", "triton reference", "reference", "invariant"),
 }
 
 

@@ -119,15 +119,6 @@ ROUTES = {  # of 8 sequences of 10 tokens: one for each device
 }
 
 
-@pytest.mark.parametrize("pairs", [1, 7, moe.FEW_PAIRS])
-def test_few_pairs_are_sorted_as_many_are(monkeypatch, pairs):
-    chosen = jnp.asarray(np.random.RandomState(0).randint(0, 9, pairs), jnp.int32)
-    by_comparisons = jax.jit(moe._sorted, static_argnums=1)(chosen, 11)
-    monkeypatch.setattr(moe, "FEW_PAIRS", 0)
-    for few, many in zip(by_comparisons, moe._sorted(chosen, 11), strict=True):
-        assert few.dtype == many.dtype and np.array_equal(few, many)
-
-
 def test_no_token_is_dropped(mixture, monkeypatch):
     """Value and gradients are those of one device, however many rounds it takes, and also where outputs are kept."""
     monkeypatch.setattr(moe, "LEAST", 1)

@@ -32,6 +32,7 @@ from zoo.nn.layers import (
     ExpertLinear,
     Float32RMSNorm,
     Linear,
+    plain_product,
     recomputed,
 )
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
@@ -139,7 +140,7 @@ class Router(eqx.Module):
         self.bias = jnp.zeros(config.num_local_experts)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        logits = kernels.product("...d,ed->...e", x, self.weight)
+        logits = plain_product(kernels.product("...d,ed->...e", x, self.weight))
         return logits + spread(self.bias, logits.shape)
 
 

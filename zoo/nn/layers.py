@@ -18,6 +18,7 @@ import kernels
 from kernels.backends.device import device
 from kernels.mesh import split_lookup
 from kernels.sums import lookup, scaled, spread
+from kernels.tiles import FEW
 
 
 FEW_ROWS = 64  # up to this number of rows, reading a matrix takes most of the time of a product with it
@@ -66,7 +67,7 @@ class Linear(AbstractLinear):
         y = kernels.product("...i,oi->...o", x, self.weight)
         if self.bias is None:
             return y
-        return _plain_product(y) + spread(self.bias, y.shape)
+        return plain_product(y) + spread(self.bias, y.shape)
 
     def matrix(self, dtype: DTypeLike) -> Float[Array, "out in"]:
         return self.weight.astype(dtype)
@@ -76,7 +77,7 @@ class Linear(AbstractLinear):
         return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
 
 
-def _plain_product(y: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
+def plain_product(y: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
     """Keeps the product y of few rows apart from what is done with it, on a GPU.
 
     Otherwise the sum with a bias, or a GELU, becomes a part of cuBLAS's product, and XLA copies the layer's matrix out
@@ -154,7 +155,12 @@ def biased(
     """Adds to each row its expert's bias, if there are any."""
     if bias is None:
         return y
-    return y + lookup(bias, jnp.repeat(jnp.arange(len(bias)), group_sizes, total_repeat_length=len(y)))
+    if len(y) <= FEW:  # comparisons are one kernel on a GPU, and repeating is three
+        ends = jnp.cumsum(group_sizes)
+        expert = jnp.minimum(jnp.sum(ends[None] <= jnp.arange(len(y))[:, None], axis=1), len(bias) - 1)
+    else:
+        expert = jnp.repeat(jnp.arange(len(bias)), group_sizes, total_repeat_length=len(y))
+    return y + lookup(bias, expert)
 
 
 def on_first(array: Float[Array, "*shape"], axis: str) -> Float[Array, "*shape"]:
@@ -239,7 +245,7 @@ def swiglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> 
 
 def geglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
     """Computes gelu(gate) * up (arXiv:2002.05202), with gelu's approximation by tanh: in float32, and rounded once."""
-    return _gelu_times(checkpoint_name(_plain_product(gate), MLP_GATE), checkpoint_name(up, MLP_UP))
+    return _gelu_times(checkpoint_name(plain_product(gate), MLP_GATE), checkpoint_name(up, MLP_UP))
 
 
 def gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:

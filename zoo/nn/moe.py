@@ -26,7 +26,6 @@ from zoo.nn.layers import AbstractExpertLinear, ExpertLinear, swiglu
 # The rows of an exchange's buffers for each device, over the rows that it is sent if all devices are sent equally many.
 FIRST, FURTHER = 1.25, 0.25
 LEAST = 128  # rows that buffers have in any case
-FEW_PAIRS = 256  # most pairs of a token and an expert that are sorted by comparing each with all
 SCOPE = "further_rounds"  # the `jax.named_scope` of what does not fit the first round
 
 # `experts(rows, sizes)` maps rows that are sorted by expert, of which each expert has so many.
@@ -178,26 +177,11 @@ def _spec_of(array: Array | Stacked, spec: P) -> P | Stacked:
 
 def _sort_and_combine(experts: Experts, count: int, x: Array, chosen: Array, weights: Array) -> Array:
     """Sorts (token, choice) pairs by expert, runs the experts, and sums the weighted outputs of each token."""
-    order, row, sizes = _sorted(chosen.reshape(-1), count)
-    y = experts(permuted(x, order // chosen.shape[1], row.reshape(chosen.shape)), sizes)
-    y = scaled(y, permuted(weights.reshape(-1), order, row[:, None])[:, None])
-    y = permuted(y, row, order[:, None]).reshape(*chosen.shape, x.shape[-1])
+    by_expert = kernels.sort_rows(x, chosen, count)
+    y, back = experts(by_expert.rows, by_expert.sizes), by_expert.place.reshape(-1)
+    y = scaled(y, permuted(weights.reshape(-1), by_expert.order, back[:, None])[:, None])
+    y = permuted(y, back, by_expert.order[:, None]).reshape(*chosen.shape, x.shape[-1])
     return kernels.total(y.astype(jnp.float32), axis=1)[:, 0].astype(x.dtype)
-
-
-def _sorted(
-    chosen: Int[Array, " pairs"], count: int
-) -> tuple[Int[Array, " pairs"], Int[Array, " pairs"], Int[Array, " experts"]]:
-    """Returns the pairs sorted by expert, each pair's place among them, and the number of pairs of each expert."""
-    if len(chosen) > FEW_PAIRS:
-        order = jnp.argsort(chosen, stable=True)
-        return order, jnp.argsort(order), jnp.bincount(chosen, length=count)
-    # Comparisons of all with all are three kernels on a GPU, where sorting and counting are ten.
-    here = jnp.arange(len(chosen))
-    mine, other, at, of_other = chosen[:, None], chosen[None], here[:, None], here[None]
-    row = jnp.sum((other < mine) | ((other == mine) & (of_other < at)), axis=1)
-    order = jnp.sum(jnp.where(row[None] == at, of_other, 0), axis=1)
-    return order, row, jnp.sum(mine == jnp.arange(count)[None], axis=0)
 
 
 class _Routes(NamedTuple):
