@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels import Tokens, mesh
+from kernels import Tokens
 from kernels.attention import logits
 from kernels.tokens import padding
-from train.step.microbatches import Largest
 from zoo.lora import combine
 from zoo.nn.cache import AbstractCache
 from zoo.nn.clip import AbstractScalableAttention, scaled
+from zoo.nn.pipeline import Largest
 from zoo.nn.stack import AbstractBlock, AbstractSharingBlock, Report, Reports, Shared, run_block
 from zoo.registry import family_of
 from zoo.surgery import modules
@@ -64,8 +64,6 @@ def check_qk_clip(threshold: float, trained: Any, frozen: Any = None) -> None:
         return
     if threshold < 0:
         raise ValueError(f"--qk-clip {threshold:g}: give a logit above 0, such as 100; 0 is without clipping.")
-    if mesh.split(mesh.STAGE) > 1:
-        raise ValueError("--qk-clip needs a mesh without stage, such as fsdp=8: stages report sums alone.")
     model = combine(trained, frozen)
     attentions = list(modules(model, AbstractScalableAttention))
     if not attentions:

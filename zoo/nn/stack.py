@@ -56,8 +56,8 @@ def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq
 
 
 Report = eqx.Module | Array | None
-"""A layer's report on its tokens, such as a router's `zoo.nn.moe.Routing`: sums over tokens, for losses and metrics.
-Most layers report None."""
+"""A layer's report on its tokens, such as a router's `zoo.nn.moe.Routing`: sums over tokens, for losses and metrics, or
+a `zoo.nn.pipeline.Largest`. Most layers report None."""
 
 Caches = tuple[tuple[AbstractCache, ...], ...]
 """A cache for each block of a stack's `head`, `period` and `tail`: in `period` one for all layers of a block."""
@@ -462,7 +462,7 @@ def _scan(
         remat = functools.partial(remat, prevent_cse=False)
 
     def run(weights: Any, rows: Array, rows_at: Tokens) -> tuple[Array, tuple[tuple[Report, ...], Shared]]:
-        """Runs some of the repeats on some of the sequences. `pipeline` adds up the reports of all sequences."""
+        """Runs some of the repeats on some of the sequences. `pipeline` merges the reports of all sequences."""
         # Kernels read experts out of the stack. Its gradient would be of all layers in each, so `own` has the gradient.
         whole = jax.lax.stop_gradient(eqx.filter(weights, _read_in_place(weights, ExpertLinear)))
 
