@@ -1,6 +1,7 @@
 """The optimizer of a run and its learning rate schedules: optax, put together for language models."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, Literal
@@ -162,50 +163,82 @@ def muon(
 
 
 def _orthogonal() -> optax.GradientTransformation:
-    """Makes `optax.contrib.scale_by_muon` for arrays [..., out, in].
-
-    The layers of a stack are computed one after another, the experts of a layer together. optax would flatten the
-    leading axes into one, and XLA would then gather the experts of all devices on each device.
-    """
-    one: Any = optax.contrib.scale_by_muon()
+    """Makes `optax.contrib.scale_by_muon` for arrays [..., out, in], whose matrices devices share (`_shared`)."""
+    beta = 0.95
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        def of_matrix(gradient: Array, momentum: Array) -> tuple[Array, Array]:
-            direction, new = one.update(gradient, state._replace(mu=momentum))
-            return direction, new.mu
+        count = optax.safe_increment(state.count)
+        momenta = optax.tree.update_moment(updates, state.mu, beta, 1)
+        later = optax.tree.bias_correction(momenta, beta, optax.safe_increment(count))
+        now = optax.tree.bias_correction(updates, beta, count)
+        directions = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, later, now)  # Nesterov's
+        function = functools.partial(_orthogonalized, coefficients=state.ns_coeffs)
+        share = lambda path, a: _shared(function, a, stacked=is_stacked(path))
+        updates = jax.tree_util.tree_map_with_path(share, directions)
+        return updates, state._replace(count=count, mu=momenta)
 
-        def of_array(path: Any, gradient: Array, momentum: Array) -> tuple[Array, Array]:
-            function, stacked = of_matrix, is_stacked(path)
-            for _ in gradient.shape[stacked:-2]:
-                function = jax.vmap(function)
-            return _by_layer(function, gradient, momentum) if stacked else function(gradient, momentum)
-
-        both = jax.tree_util.tree_map_with_path(of_array, updates, state.mu)
-        updates, momenta = jax.tree.transpose(jax.tree.structure(updates), None, both)
-        return updates, state._replace(count=optax.safe_increment(state.count), mu=momenta)
-
-    return optax.GradientTransformation(one.init, update)
+    return optax.GradientTransformation(optax.contrib.scale_by_muon().init, update)
 
 
-def _by_layer(function: Callable[..., Any], *stacks: Float[Array, "layers ..."]) -> Any:
-    """Maps the layers of a stack in turns of a layer for each device, so that a device gathers one layer's matrix.
+def _orthogonalized(
+    x: Float[Array, "*matrices out in"], coefficients: Float[Array, "3"]
+) -> Float[Array, "*matrices out in"]:
+    """Computes approximately the nearest orthogonal matrices, by five steps of Newton and Schulz's iteration."""
+    if x.shape[-2] > x.shape[-1]:
+        return _orthogonalized(x.mT, coefficients).mT
+    x /= jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8
+    first, third, fifth = coefficients
+    for _ in range(5):
+        square = x @ x.mT
+        x = first * x + (third * square + fifth * square @ square) @ x
+    return x
 
-    If stages or replicas split the layers (`train.state`), each computes its own layers. The axes that split matrices
-    as "fsdp" does share the layers, too, if they divide their number: then no two devices compute the same products.
+
+def _shared(
+    function: Callable[[Array], Array], stack: Float[Array, "*matrices out in"], *, stacked: bool
+) -> Float[Array, "*matrices out in"]:
+    """Maps matrices so that no two devices compute the same product, and none holds many whole matrices.
+
+    Stages, replicas and "expert" leave each device its own layers and experts, where `train.state` splits these. The
+    other axes of the mesh but "tensor" split matrices. Their devices share the matrices that they have in common: in
+    each turn an all-to-all brings a device one whole matrix, or its share of a layer's experts if these are more, and
+    another takes the result back. Matrices of zeros fill up the last turn. "tensor" splits the products.
+
+    Args:
+        stacked: whether the first axis is that of layers. An axis of experts may follow.
     """
-    own = (mesh.STAGE, mesh.REPLICA)
-    sharing = (mesh.FSDP, mesh.CONTEXT) if stacks[0].ndim > 3 else (mesh.FSDP, mesh.EXPERT, mesh.CONTEXT)
-    axes = mesh.splitting(len(stacks[0]), *own, *sharing)
-    if any(mesh.split(axis) > 1 and axis not in axes for axis in sharing):  # XLA splits an axis's parts further badly
-        axes = mesh.splitting(len(stacks[0]), *own)
-    devices = math.prod(map(mesh.split, axes))
-    turns = [a.reshape(devices, -1, *a.shape[1:]).swapaxes(0, 1) for a in stacks]
+    lead = stack.shape[:-2]
+    if not lead:
+        return function(stack)
+    layers, experts = (lead[0] if stacked else 1), math.prod(lead[stacked:])
+    of_layers, of_experts = mesh.splitting(layers, mesh.STAGE), mesh.splitting(experts, mesh.EXPERT)
+    if of_experts and mesh.splitting(experts, *of_experts, mesh.REPLICA)[1:]:
+        of_experts += (mesh.REPLICA,)
+    else:
+        of_layers = mesh.splitting(layers, *of_layers, mesh.REPLICA)
+    own = (*of_layers, *of_experts)
+    sharing = tuple(a for a in (*mesh.BATCH, mesh.CONTEXT) if a not in own and mesh.split(a) > 1)
+    size = lambda axes: math.prod(map(mesh.split, axes))
+    shares, parts = size(sharing), (size(of_layers), size(of_experts))
+    matrix = stack.shape[-2:]
+    a = stack.reshape(parts[0], -1, parts[1], experts // parts[1], *matrix).swapaxes(1, 2)
+    each = max(1, experts // parts[1] // shares)
+    a = a.reshape(*parts, -1, *matrix)
+    count = a.shape[2]
+    turns = -(-count // (shares * each))
+    a = jnp.pad(a, [(0, 0), (0, 0), (0, turns * shares * each - count), (0, 0), (0, 0)])
+    a = jnp.moveaxis(a.reshape(*parts, turns, shares, each, *matrix), 2, 0)
 
-    def turn(layers: list[Array]) -> Any:
-        places = [P(axes, *[P.UNCONSTRAINED] * (a.ndim - 1)) for a in layers]
-        return jax.vmap(function)(*(jax.lax.with_sharding_constraint(layers, places) if axes else layers))
+    def turn(x: Array) -> Array:
+        if not sharing:
+            return function(x)
+        place = P(of_layers, of_experts, sharing, None, *[P.UNCONSTRAINED] * 2)
+        y = function(jax.lax.with_sharding_constraint(x, place))
+        return jax.lax.with_sharding_constraint(y, place)
 
-    return jax.tree.map(lambda a: a.swapaxes(0, 1).reshape(-1, *a.shape[2:]), jax.lax.map(turn, turns))
+    a = jnp.moveaxis(jax.lax.map(turn, a), 0, 2).reshape(*parts, -1, *matrix)[:, :, :count]
+    a = a.reshape(*parts, -1, experts // parts[1], *matrix).swapaxes(1, 2)
+    return a.reshape(stack.shape)
 
 
 def adafactor(
