@@ -200,45 +200,49 @@ def _shared(
     """Maps matrices so that no two devices compute the same product, and none holds many whole matrices.
 
     Stages, replicas and "expert" leave each device its own layers and experts, where `train.state` splits these. The
-    other axes of the mesh but "tensor" split matrices. Their devices share the matrices that they have in common: in
-    each turn an all-to-all brings a device one whole matrix, or its share of a layer's experts if these are more, and
-    another takes the result back. Matrices of zeros fill up the last turn. "tensor" splits the products.
+    other axes of the mesh split matrices, so their devices have parts of the same ones. These devices share them, in
+    turns: all-to-alls bring each device a whole matrix, or its share of a layer's experts if these are more, and take
+    the results back. Matrices of zeros fill up the last turn. "tensor" shares matrices if there is one for each device;
+    otherwise it splits the products.
 
     Args:
         stacked: whether the first axis is that of layers. An axis of experts may follow.
     """
-    lead = stack.shape[:-2]
+    *lead, rows, columns = stack.shape
     if not lead:
         return function(stack)
-    layers, experts = (lead[0] if stacked else 1), math.prod(lead[stacked:])
+    size = lambda axes: math.prod(map(mesh.split, axes))
+    layers, experts = lead[0] if stacked else 1, math.prod(lead[stacked:])
     of_layers, of_experts = mesh.splitting(layers, mesh.STAGE), mesh.splitting(experts, mesh.EXPERT)
-    if of_experts and mesh.splitting(experts, *of_experts, mesh.REPLICA)[1:]:
-        of_experts += (mesh.REPLICA,)
+    with_replicas = mesh.splitting(experts, *of_experts, mesh.REPLICA)
+    if of_experts and mesh.REPLICA in with_replicas:
+        of_experts = with_replicas
     else:
         of_layers = mesh.splitting(layers, *of_layers, mesh.REPLICA)
-    own = (*of_layers, *of_experts)
-    sharing = tuple(a for a in (*mesh.BATCH, mesh.CONTEXT) if a not in own and mesh.split(a) > 1)
-    size = lambda axes: math.prod(map(mesh.split, axes))
-    shares, parts = size(sharing), (size(of_layers), size(of_experts))
-    matrix = stack.shape[-2:]
-    a = stack.reshape(parts[0], -1, parts[1], experts // parts[1], *matrix).swapaxes(1, 2)
-    each = max(1, experts // parts[1] // shares)
-    a = a.reshape(*parts, -1, *matrix)
-    count = a.shape[2]
-    turns = -(-count // (shares * each))
-    a = jnp.pad(a, [(0, 0), (0, 0), (0, turns * shares * each - count), (0, 0), (0, 0)])
-    a = jnp.moveaxis(a.reshape(*parts, turns, shares, each, *matrix), 2, 0)
+    parts, own = (size(of_layers), size(of_experts)), (*of_layers, *of_experts)
+    count = math.prod(lead) // math.prod(parts)  # matrices of a device, or of several that have parts of them
+    groups = [[axis for axis in axes if axis not in own] for axes in (mesh.PARAMETERS, (mesh.REPLICA,))]
+    if size([axis for axis in mesh.free() if axis not in own]) <= count:
+        groups.append([mesh.TENSOR])
+    groups = [tuple(axes) for axes in groups if size(axes) > 1]
+    shares = [size(axes) for axes in groups]
+    each = max(1, experts // parts[1] // math.prod(shares))
+    turns = math.ceil(count / math.prod(shares) / each)
+    # One axis after another is moved from the matrices to those in front: XLA can't move two at once.
+    free, none = [P.UNCONSTRAINED] * 2, [None] * len(groups)
+    places = [P(of_layers, of_experts, *groups[:n], *none[n:], None, *free) for n in range(len(groups) + 1)]
 
     def turn(x: Array) -> Array:
-        if not sharing:
-            return function(x)
-        place = P(of_layers, of_experts, sharing, None, *[P.UNCONSTRAINED] * 2)
-        y = function(jax.lax.with_sharding_constraint(x, place))
-        return jax.lax.with_sharding_constraint(y, place)
+        constrained = lambda x, place: jax.lax.with_sharding_constraint(x, place) if groups else x
+        x = functools.reduce(constrained, places, x)
+        return functools.reduce(constrained, reversed(places), function(x))
 
-    a = jnp.moveaxis(jax.lax.map(turn, a), 0, 2).reshape(*parts, -1, *matrix)[:, :, :count]
-    a = a.reshape(*parts, -1, experts // parts[1], *matrix).swapaxes(1, 2)
-    return a.reshape(stack.shape)
+    split = (parts[0], layers // parts[0], parts[1], experts // parts[1], rows, columns)
+    a = stack.reshape(split).swapaxes(1, 2).reshape(*parts, count, rows, columns)
+    a = jnp.pad(a, [(0, 0), (0, 0), (0, turns * math.prod(shares) * each - count), (0, 0), (0, 0)])
+    a = jnp.moveaxis(a.reshape(*parts, turns, *shares, each, rows, columns), 2, 0)
+    a = jnp.moveaxis(jax.lax.map(turn, a), 0, 2).reshape(*parts, -1, rows, columns)[:, :, :count]
+    return a.reshape(parts[0], parts[1], split[1], split[3], rows, columns).swapaxes(1, 2).reshape(stack.shape)
 
 
 def adafactor(
