@@ -152,7 +152,7 @@ def test_refusals(load):
         with pytest.raises(ValueError, match=r"--qk-clip 100 scales layers.period.0.self_attn.[qk]_proj, which is not"):
             check_qk_clip(100.0, *split_frozen(llama, [where]))
     check_qk_clip(100.0, *split_frozen(llama, ["*.v_proj.*", "*norm*"]))
-    with pytest.raises(ValueError, match=r"self_attn\.q_proj, which is not trained"):
+    with pytest.raises(ValueError, match=r"self_attn\.k_proj, which is not trained"):
         check_qk_clip(100.0, *lora.split(lora.add(llama, rank=2, alpha=4.0, key=jax.random.key(0))))
 
 

@@ -71,8 +71,9 @@ def check_qk_clip(threshold: float, trained: Any, frozen: Any = None) -> None:
             f"--qk-clip {threshold:g}: the attention of {family_of(model).name} can't be clipped: it norms queries and "
             "keys, which bounds its logits, or has no softmax. docs/optimizers.md lists the families that can be."
         )
+    heads = jax.ShapeDtypeStruct((model.config.num_attention_heads,), jnp.float32)
     for (path, attention), (_, part) in zip(attentions, modules(trained, AbstractScalableAttention), strict=True):
-        for name in attention.row_factors(jnp.ones(model.config.num_attention_heads)):
+        for name in jax.eval_shape(attention.row_factors, heads):  # computes nothing: a plan's devices are not here
             if jax.tree.structure(getattr(part, name)) != jax.tree.structure(getattr(attention, name)):
                 raise ValueError(
                     f"--qk-clip {threshold:g} scales {path}.{name}, which is not trained: leave it out, or train all "
