@@ -199,11 +199,11 @@ def _shared(
 ) -> Float[Array, "*matrices out in"]:
     """Maps matrices so that no two devices compute the same product, and none holds many whole matrices.
 
-    Stages, replicas and "expert" leave each device its own layers and experts, where `train.state` splits these. The
-    other axes of the mesh split matrices, so their devices have parts of the same ones. These devices share them, in
-    turns: all-to-alls bring each device a whole matrix, or its share of a layer's experts if these are more, and take
-    the results back. Matrices of zeros fill up the last turn. "tensor" shares matrices if there is one for each device;
-    otherwise it splits the products.
+    Devices whose matrices are others, such as those of different stages, work on their own (`_owners`). The rest of the
+    mesh's axes split matrices, so devices along them have parts of the same ones. They share these in turns:
+    all-to-alls bring each device one whole matrix, or its share of a layer's experts if that is more, and take the
+    results back. Matrices of zeros fill up the last turn. Along "tensor" devices share matrices only if there is one
+    for each device; otherwise they split the products of a matrix.
 
     Args:
         stacked: whether the first axis is that of layers. An axis of experts may follow.
@@ -213,36 +213,45 @@ def _shared(
         return function(stack)
     size = lambda axes: math.prod(map(mesh.split, axes))
     layers, experts = lead[0] if stacked else 1, math.prod(lead[stacked:])
-    of_layers, of_experts = mesh.splitting(layers, mesh.STAGE), mesh.splitting(experts, mesh.EXPERT)
-    with_replicas = mesh.splitting(experts, *of_experts, mesh.REPLICA)
-    if of_experts and mesh.REPLICA in with_replicas:
-        of_experts = with_replicas
-    else:
-        of_layers = mesh.splitting(layers, *of_layers, mesh.REPLICA)
-    parts, own = (size(of_layers), size(of_experts)), (*of_layers, *of_experts)
-    count = math.prod(lead) // math.prod(parts)  # matrices of a device, or of several that have parts of them
-    groups = [[axis for axis in axes if axis not in own] for axes in (mesh.PARAMETERS, (mesh.REPLICA,))]
-    if size([axis for axis in mesh.free() if axis not in own]) <= count:
-        groups.append([mesh.TENSOR])
-    groups = [tuple(axes) for axes in groups if size(axes) > 1]
+    of_layers, of_experts = _owners(layers, experts)
+    parts = size(of_layers), size(of_experts)
+    layers, experts = layers // parts[0], experts // parts[1]  # of each owner
+    left = lambda axes: tuple(axis for axis in axes if axis not in of_layers + of_experts)
+    tensor = (mesh.TENSOR,) if size(left(mesh.free())) <= layers * experts else ()
+    groups = [axes for axes in (left(mesh.PARAMETERS), left((mesh.REPLICA,)), tensor) if size(axes) > 1]
     shares = [size(axes) for axes in groups]
-    each = max(1, experts // parts[1] // math.prod(shares))
-    turns = math.ceil(count / math.prod(shares) / each)
-    # One axis after another is moved from the matrices to those in front: XLA can't move two at once.
-    free, none = [P.UNCONSTRAINED] * 2, [None] * len(groups)
-    places = [P(of_layers, of_experts, *groups[:n], *none[n:], None, *free) for n in range(len(groups) + 1)]
+    each = max(1, experts // math.prod(shares))
+    turns = math.ceil(layers * experts / (math.prod(shares) * each))
+    missing = turns * math.prod(shares) * each - layers * experts
+    # Axes move from a matrix to the front group by group, as XLA moves the axes of two dimensions at once badly.
+    places = [
+        P(of_layers, of_experts, *groups[:n], *[None] * (len(groups) - n + 1), *[P.UNCONSTRAINED] * 2)
+        for n in range(len(groups) + 1)
+    ]
 
     def turn(x: Array) -> Array:
         constrained = lambda x, place: jax.lax.with_sharding_constraint(x, place) if groups else x
         x = functools.reduce(constrained, places, x)
         return functools.reduce(constrained, reversed(places), function(x))
 
-    split = (parts[0], layers // parts[0], parts[1], experts // parts[1], rows, columns)
-    a = stack.reshape(split).swapaxes(1, 2).reshape(*parts, count, rows, columns)
-    a = jnp.pad(a, [(0, 0), (0, 0), (0, turns * math.prod(shares) * each - count), (0, 0), (0, 0)])
+    a = stack.reshape(parts[0], layers, parts[1], experts, rows, columns).swapaxes(1, 2)
+    a = jnp.pad(a.reshape(*parts, -1, rows, columns), [(0, 0), (0, 0), (0, missing), (0, 0), (0, 0)])
     a = jnp.moveaxis(a.reshape(*parts, turns, *shares, each, rows, columns), 2, 0)
-    a = jnp.moveaxis(jax.lax.map(turn, a), 0, 2).reshape(*parts, -1, rows, columns)[:, :, :count]
-    return a.reshape(parts[0], parts[1], split[1], split[3], rows, columns).swapaxes(1, 2).reshape(stack.shape)
+    a = jnp.moveaxis(jax.lax.map(turn, a), 0, 2).reshape(*parts, -1, rows, columns)[:, :, : layers * experts]
+    return a.reshape(*parts, layers, experts, rows, columns).swapaxes(1, 2).reshape(stack.shape)
+
+
+def _owners(layers: int, experts: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the axes of the mesh that split the layers, and those that split the experts, of a state's array.
+
+    Replicas are placed as by `train.state.state.moment_sharding`: experts that are split already come before layers.
+    """
+    of_layers, of_experts = mesh.splitting(layers, mesh.STAGE), mesh.splitting(experts, mesh.EXPERT)
+    more_layers = mesh.splitting(layers, *of_layers, mesh.REPLICA)
+    more_experts = mesh.splitting(experts, *of_experts, mesh.REPLICA)
+    if more_experts != of_experts and (of_experts or more_layers == of_layers):
+        return of_layers, more_experts
+    return more_layers, of_experts
 
 
 def adafactor(
