@@ -1,6 +1,7 @@
 """QK-clip: attention logits after a step that records and clips them, the weights of other heads, and refusals."""
 
 import functools
+import math
 import pathlib
 import re
 import sys
@@ -43,16 +44,12 @@ def load(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batch():
-    """Returns rows whose padding, which no report counts, follows ten tokens."""
+    """Returns eight rows whose padding, which no report counts, follows ten tokens, and four rows of padding alone."""
     random = np.random.RandomState(0)
-    batch = {
-        "tokens": random.randint(0, 64, (8, 12)),
-        "targets": random.randint(0, 64, (8, 12)),
-        "loss_mask": np.arange(12) < 10,
-        "segments": np.arange(12) < 10,
-        "positions": np.arange(12),
-    }
-    return {name: jnp.asarray(np.broadcast_to(array, (8, 12)), jnp.int32) for name, array in batch.items()}
+    filled = np.arange(12) < np.where(np.arange(12) < 8, 10, 0)[:, None]
+    drawn = lambda: np.pad(random.randint(0, 64, (8, 12)), ((0, 4), (0, 0)))
+    batch = {"tokens": drawn(), "targets": drawn(), "loss_mask": filled, "segments": filled, "positions": np.arange(12)}
+    return {name: jnp.asarray(np.broadcast_to(array, (12, 12)), jnp.int32) for name, array in batch.items()}
 
 
 def attention_of(module):
@@ -96,7 +93,7 @@ def stepped(load, batch):
 
     @functools.cache
     def after(name):
-        model = enlarged(load(name), 2, [1.0, 10.0, 1.0, 12.0])
+        model = enlarged(load(name), 2, [1.0, 5.0, 1.0, 6.0])  # larger logits would condition the gradients badly
         state = init_state(model, STILL)
         return model, *jit_train_step(state, Recipe(**OPTIONS, qk_clip=THRESHOLD))(state, batch)
 
@@ -129,10 +126,13 @@ def test_a_step(stepped, batch, name):
 
 
 @pytest.mark.slow
-def test_in_microbatches_on_a_mesh(stepped, batch):
-    """The maximum of microbatches, of devices that split rows, heads and tokens, and under remat, is that of one."""
+@pytest.mark.parametrize("text", ["fsdp=2,tensor=2,context=2", "stage=3,tensor=2"])
+def test_in_microbatches_on_a_mesh(stepped, batch, text):
+    """The maximum of microbatches, of devices that split rows, heads and tokens, of stages, and under remat, is that of
+    one.
+    """
     model, *alone = stepped("llama-rope3")
-    mesh = make_mesh("fsdp=2,tensor=2,context=2")
+    mesh = make_mesh(text, jax.devices()[: math.prod(map(int, re.findall(r"\d", text)))])
     with jax.set_mesh(mesh):
         state = init_state(jax.device_put(model, shardings(model, family_of(model).partition_rules, mesh)), STILL)
         step = jit_train_step(state, Recipe(**OPTIONS, qk_clip=THRESHOLD, microbatches=2, remat=jax.checkpoint))
@@ -152,10 +152,8 @@ def test_refusals(load):
         with pytest.raises(ValueError, match=r"--qk-clip 100 scales layers.period.0.self_attn.[qk]_proj, which is not"):
             check_qk_clip(100.0, *split_frozen(llama, [where]))
     check_qk_clip(100.0, *split_frozen(llama, ["*.v_proj.*", "*norm*"]))
-    with pytest.raises(ValueError, match=r"self_attn\.q_proj, which is not trained"):
+    with pytest.raises(ValueError, match=r"self_attn\.k_proj, which is not trained"):
         check_qk_clip(100.0, *lora.split(lora.add(llama, rank=2, alpha=4.0, key=jax.random.key(0))))
-    with jax.set_mesh(make_mesh("stage=2,fsdp=4")), pytest.raises(ValueError, match="a mesh without stage"):
-        check_qk_clip(100.0, llama)
 
 
 def test_the_page_lists_the_families():

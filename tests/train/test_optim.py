@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from train.planning.breakdown import kernels
+from train.planning.hlo import collectives
 from train.state.optim import (
     OPTIMIZERS,
     OptimizerOptions,
@@ -233,8 +234,10 @@ def compiled(layers, make, mesh, *spec):
     model = jax.tree.map(place, eqx.filter_eval_shape(init))
     optimizer = OPTIMIZERS["muon"](lambda step: 0.1)
     state = abstract_state(model, optimizer)
+    places = jax.tree.map(lambda a: a.sharding, (state.model, state.opt_state))
+    update = jax.jit(lambda *args: optimizer.update(*args), out_shardings=places)
     with jax.set_mesh(mesh):
-        return jax.jit(lambda *args: optimizer.update(*args)).lower(model, state.opt_state, model).compile()
+        return update.lower(state.model, state.opt_state, state.model).compile()
 
 
 def test_muon_leaves_experts_where_they_are():
@@ -259,17 +262,32 @@ def test_muon_gathers_a_layer_at_a_time(mesh, spec):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "layers", "share"),
-    [("fsdp=4,tensor=2", 16, 1 / 8), ("fsdp=4,expert=2", 16, 1 / 8), ("fsdp=4,expert=2", 12, 5 / 12)],
+    ("mesh", "layers", "experts", "turns"),
+    [
+        ("fsdp=4,tensor=2", 12, 0, 2),  # four of the second turn's matrices are zeros
+        ("replica=4,fsdp=2", 14, 0, 2),  # the replicas can't split the layers, and split the rows of matrices
+        ("fsdp=2,expert=2,tensor=2", 3, 6, 3),  # three experts of each of three layers, for four devices
+    ],
 )
-def test_muons_products_are_split_over_devices(mesh, layers, share):
-    """A device computes its share of the products: three in each of five turns, for each layer's matrix.
-
-    If the devices do not divide the layers, they split only the sums within a product, which is no use for the others.
+def test_devices_share_muons_matrices(mesh, layers, experts, turns):
+    """A device computes five times three products of a whole matrix in a turn, and sends and gets its parts alone. The
+    update is the formula's.
     """
-    spec = None, "tensor", ("fsdp", "expert")
-    found = kernels(compiled(layers, lambda key: Linear(128, 128, key=key), mesh, *spec).as_text())
-    assert sum(k.flops * k.times for k in found) == pytest.approx(share * layers * 5 * 3 * 2 * 128**3)
+    make = lambda key: ExpertLinear(experts, 64, 64, key=key) if experts else Linear(64, 64, key=key)
+    spec = ("expert", "tensor", "fsdp") if experts else ("tensor", ("fsdp", "expert"))
+    program = compiled(layers, make, mesh, None, *spec)
+    found = [each for each in kernels(program.as_text()) if each.flops > 64**3]
+    assert sum(k.flops * k.times for k in found) == turns * 5 * 3 * 2 * 64**3
+    sent = sum(each.sent * each.times for each in collectives(program.as_text(), 8) if each.sent > 64)
+    assert sent < 2 * 2 * turns * 4 * 64 * 64, "a matrix and its result, along one axis and then another"
+
+    model = Stack(lambda n, *, key: Block({"map": make(key)}), ["block"] * layers, key=jax.random.key(0))
+    model = jax.tree.map(lambda a: a / (2 * layers * max(experts, 1)) ** 0.5 / 64, model)
+    state = OPTIMIZERS["muon"](lambda step: 0.1).init(model)
+    given = jax.device_put((model, state, jax.tree.map(jnp.zeros_like, model)), program.input_shardings[0])
+    (got,), (gradients,) = jax.tree.leaves(program(*given)[0]), jax.tree.leaves(model)
+    want = [next(muon([np.float64(g)])) for g in gradients.reshape(-1, 64, 64)]
+    np.testing.assert_allclose(got.reshape(-1, 64, 64), -0.1 * np.stack(want), rtol=2e-5, atol=2e-5)
 
 
 def test_sgd(tree):

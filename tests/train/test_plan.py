@@ -132,6 +132,10 @@ TEXT = """HloModule jit_step
   ROOT %lt = pred[] compare(%p#0, %p#1), direction=LT
 }
 
+%learn (p: f32[6]) -> f32[24] {
+  ROOT %four = f32[24]{0} all-gather(%p), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+}
+
 %rare (p: (s32[])) -> (s32[]) {
   %permute = f32[10]{0} collective-permute(%z), source_target_pairs={{0,1},{1,0}}
 }
@@ -145,6 +149,7 @@ ENTRY %main (p: s32[]) -> s32[] {
   %scatter = f32[4]{0} reduce-scatter(%v), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
   %sparse = f32[16]{0} custom-call(%p), custom_call_target="SparseCore", called_computations={%offloaded}
   %while.5 = (s32[]) while(%t), condition=%unknown, body=%rare, metadata={op_name="jit(step)/further_rounds/while"}
+  %asked = f32[24]{0} conditional(%true, %f, %f), true_computation=%learn, false_computation=%other
   %alone = f32[4]{0} all-reduce(%v), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
 }
 """
@@ -158,6 +163,7 @@ def test_every_notation():
         ("collective-permute", (0, 1), 40, 4),  # once, where the number is unknown, three times, and not of overflow
         ("collective-permute", (0, 1), 80, 3),  # the counter is 0, 2 and 4
         ("all-to-all", (0, 2, 4, 6), 64 * 3 / 4, 1),
+        ("all-gather", (0, 2, 4, 6), 24 * 4 * 3 / 4, 1),  # in a branch
         ("reduce-scatter", (0, 2, 4, 6), 4 * 4 * 3, 1),
         ("all-reduce", (0,), 0, 1),
         ("all-gather", tuple(range(8)), 4 * 16 * 7 / 8, 1),  # by a SparseCore
@@ -167,6 +173,7 @@ def test_every_notation():
         ("all-gather", "tensor"): 5 * 32,
         ("collective-permute", "tensor"): 4 * 40 + 3 * 80,
         ("all-to-all", "fsdp"): 48,
+        ("all-gather", "fsdp"): 72,
         ("all-gather", "fsdp,tensor"): 56,
     }
 

@@ -17,7 +17,10 @@ from zoo.nn.moe import SCOPE
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 # TPU7x's SparseCores run collectives: these are then in a computation that a custom call calls.
-CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)|(?:branch|called)_computations=\{([^}]*)\}")
+CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)"
+    r"|(?:branch|called)_computations=\{([^}]*)\}"
+)
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)")
 # Instructions whose result has the operand's values. Fusions of one operand count, too, such as a conversion.
 ALIASES = ("bitcast", "convert", "copy", "copy-start", "copy-done", "fusion", "get-tuple-element", "reshape")

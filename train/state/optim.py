@@ -1,6 +1,7 @@
 """The optimizer of a run and its learning rate schedules: optax, put together for language models."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, Literal
@@ -162,50 +163,95 @@ def muon(
 
 
 def _orthogonal() -> optax.GradientTransformation:
-    """Makes `optax.contrib.scale_by_muon` for arrays [..., out, in].
-
-    The layers of a stack are computed one after another, the experts of a layer together. optax would flatten the
-    leading axes into one, and XLA would then gather the experts of all devices on each device.
-    """
-    one: Any = optax.contrib.scale_by_muon()
+    """Makes `optax.contrib.scale_by_muon` for arrays [..., out, in], whose matrices devices share (`_shared`)."""
+    beta = 0.95
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        def of_matrix(gradient: Array, momentum: Array) -> tuple[Array, Array]:
-            direction, new = one.update(gradient, state._replace(mu=momentum))
-            return direction, new.mu
+        count = optax.safe_increment(state.count)
+        momenta = optax.tree.update_moment(updates, state.mu, beta, 1)
+        later = optax.tree.bias_correction(momenta, beta, optax.safe_increment(count))
+        now = optax.tree.bias_correction(updates, beta, count)
+        directions = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, later, now)  # Nesterov's
+        function = functools.partial(_orthogonalized, coefficients=state.ns_coeffs)
+        share = lambda path, a: _shared(function, a, stacked=is_stacked(path))
+        updates = jax.tree_util.tree_map_with_path(share, directions)
+        return updates, state._replace(count=count, mu=momenta)
 
-        def of_array(path: Any, gradient: Array, momentum: Array) -> tuple[Array, Array]:
-            function, stacked = of_matrix, is_stacked(path)
-            for _ in gradient.shape[stacked:-2]:
-                function = jax.vmap(function)
-            return _by_layer(function, gradient, momentum) if stacked else function(gradient, momentum)
-
-        both = jax.tree_util.tree_map_with_path(of_array, updates, state.mu)
-        updates, momenta = jax.tree.transpose(jax.tree.structure(updates), None, both)
-        return updates, state._replace(count=optax.safe_increment(state.count), mu=momenta)
-
-    return optax.GradientTransformation(one.init, update)
+    return optax.GradientTransformation(optax.contrib.scale_by_muon().init, update)
 
 
-def _by_layer(function: Callable[..., Any], *stacks: Float[Array, "layers ..."]) -> Any:
-    """Maps the layers of a stack in turns of a layer for each device, so that a device gathers one layer's matrix.
+def _orthogonalized(
+    x: Float[Array, "*matrices out in"], coefficients: Float[Array, "3"]
+) -> Float[Array, "*matrices out in"]:
+    """Computes approximately the nearest orthogonal matrices, by five steps of Newton and Schulz's iteration."""
+    if x.shape[-2] > x.shape[-1]:
+        return _orthogonalized(x.mT, coefficients).mT
+    x /= jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8
+    first, third, fifth = coefficients
+    for _ in range(5):
+        square = x @ x.mT
+        x = first * x + (third * square + fifth * square @ square) @ x
+    return x
 
-    If stages or replicas split the layers (`train.state`), each computes its own layers. The axes that split matrices
-    as "fsdp" does share the layers, too, if they divide their number: then no two devices compute the same products.
+
+def _shared(
+    function: Callable[[Array], Array], stack: Float[Array, "*matrices out in"], *, stacked: bool
+) -> Float[Array, "*matrices out in"]:
+    """Maps matrices so that no two devices compute the same product, and none holds many whole matrices.
+
+    Devices whose matrices are others, such as those of different stages, work on their own (`_owners`). The rest of the
+    mesh's axes split matrices, so devices along them have parts of the same ones. They share these in turns:
+    all-to-alls bring each device one whole matrix, or its share of a layer's experts if that is more, and take the
+    results back. Matrices of zeros fill up the last turn. Along "tensor" devices share matrices only if there is one
+    for each device; otherwise they split the products of a matrix.
+
+    Args:
+        stacked: whether the first axis is that of layers. An axis of experts may follow.
     """
-    own = (mesh.STAGE, mesh.REPLICA)
-    sharing = (mesh.FSDP, mesh.CONTEXT) if stacks[0].ndim > 3 else (mesh.FSDP, mesh.EXPERT, mesh.CONTEXT)
-    axes = mesh.splitting(len(stacks[0]), *own, *sharing)
-    if any(mesh.split(axis) > 1 and axis not in axes for axis in sharing):  # XLA splits an axis's parts further badly
-        axes = mesh.splitting(len(stacks[0]), *own)
-    devices = math.prod(map(mesh.split, axes))
-    turns = [a.reshape(devices, -1, *a.shape[1:]).swapaxes(0, 1) for a in stacks]
+    *lead, rows, columns = stack.shape
+    if not lead:
+        return function(stack)
+    size = lambda axes: math.prod(map(mesh.split, axes))
+    layers, experts = lead[0] if stacked else 1, math.prod(lead[stacked:])
+    of_layers, of_experts = _owners(layers, experts)
+    parts = size(of_layers), size(of_experts)
+    layers, experts = layers // parts[0], experts // parts[1]  # of each owner
+    left = lambda axes: tuple(axis for axis in axes if axis not in of_layers + of_experts)
+    tensor = (mesh.TENSOR,) if size(left(mesh.free())) <= layers * experts else ()
+    groups = [axes for axes in (left(mesh.PARAMETERS), left((mesh.REPLICA,)), tensor) if size(axes) > 1]
+    shares = [size(axes) for axes in groups]
+    each = max(1, experts // math.prod(shares))
+    turns = math.ceil(layers * experts / (math.prod(shares) * each))
+    missing = turns * math.prod(shares) * each - layers * experts
+    # Axes move from a matrix to the front group by group, as XLA moves the axes of two dimensions at once badly.
+    places = [
+        P(of_layers, of_experts, *groups[:n], *[None] * (len(groups) - n + 1), *[P.UNCONSTRAINED] * 2)
+        for n in range(len(groups) + 1)
+    ]
 
-    def turn(layers: list[Array]) -> Any:
-        places = [P(axes, *[P.UNCONSTRAINED] * (a.ndim - 1)) for a in layers]
-        return jax.vmap(function)(*(jax.lax.with_sharding_constraint(layers, places) if axes else layers))
+    def turn(x: Array) -> Array:
+        constrained = lambda x, place: jax.lax.with_sharding_constraint(x, place) if groups else x
+        x = functools.reduce(constrained, places, x)
+        return functools.reduce(constrained, reversed(places), function(x))
 
-    return jax.tree.map(lambda a: a.swapaxes(0, 1).reshape(-1, *a.shape[2:]), jax.lax.map(turn, turns))
+    a = stack.reshape(parts[0], layers, parts[1], experts, rows, columns).swapaxes(1, 2)
+    a = jnp.pad(a.reshape(*parts, -1, rows, columns), [(0, 0), (0, 0), (0, missing), (0, 0), (0, 0)])
+    a = jnp.moveaxis(a.reshape(*parts, turns, *shares, each, rows, columns), 2, 0)
+    a = jnp.moveaxis(jax.lax.map(turn, a), 0, 2).reshape(*parts, -1, rows, columns)[:, :, : layers * experts]
+    return a.reshape(*parts, layers, experts, rows, columns).swapaxes(1, 2).reshape(stack.shape)
+
+
+def _owners(layers: int, experts: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the axes of the mesh that split the layers, and those that split the experts, of a state's array.
+
+    Replicas are placed as by `train.state.state.moment_sharding`: experts that are split already come before layers.
+    """
+    of_layers, of_experts = mesh.splitting(layers, mesh.STAGE), mesh.splitting(experts, mesh.EXPERT)
+    more_layers = mesh.splitting(layers, *of_layers, mesh.REPLICA)
+    more_experts = mesh.splitting(experts, *of_experts, mesh.REPLICA)
+    if more_experts != of_experts and (of_experts or more_layers == of_layers):
+        return of_layers, more_experts
+    return more_layers, of_experts
 
 
 def adafactor(

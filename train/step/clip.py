@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels import Tokens, mesh
+from kernels import Tokens
 from kernels.attention import logits
 from kernels.tokens import padding
-from train.step.microbatches import Largest
 from zoo.lora import combine
 from zoo.nn.block import AbstractBlock, AbstractSharingBlock, Report, Shared, run_block
 from zoo.nn.cache import AbstractCache
 from zoo.nn.clip import AbstractScalableAttention, scaled
+from zoo.nn.pipeline import Largest
 from zoo.nn.stack import Reports
 from zoo.registry import family_of
 from zoo.surgery import modules
@@ -65,8 +65,6 @@ def check_qk_clip(threshold: float, trained: Any, frozen: Any = None) -> None:
         return
     if threshold < 0:
         raise ValueError(f"--qk-clip {threshold:g}: give a logit above 0, such as 100; 0 is without clipping.")
-    if mesh.split(mesh.STAGE) > 1:
-        raise ValueError("--qk-clip needs a mesh without stage, such as fsdp=8: stages report sums alone.")
     model = combine(trained, frozen)
     attentions = list(modules(model, AbstractScalableAttention))
     if not attentions:
@@ -74,8 +72,9 @@ def check_qk_clip(threshold: float, trained: Any, frozen: Any = None) -> None:
             f"--qk-clip {threshold:g}: the attention of {family_of(model).name} can't be clipped: it norms queries and "
             "keys, which bounds its logits, or has no softmax. docs/optimizers.md lists the families that can be."
         )
+    heads = jax.ShapeDtypeStruct((model.config.num_attention_heads,), jnp.float32)
     for (path, attention), (_, part) in zip(attentions, modules(trained, AbstractScalableAttention), strict=True):
-        for name in attention.row_factors(jnp.ones(model.config.num_attention_heads)):
+        for name in jax.eval_shape(attention.row_factors, heads):  # computes nothing: a plan's devices are not here
             if jax.tree.structure(getattr(part, name)) != jax.tree.structure(getattr(attention, name)):
                 raise ValueError(
                     f"--qk-clip {threshold:g} scales {path}.{name}, which is not trained: leave it out, or train all "

@@ -5,11 +5,12 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Num, Shaped
+from jaxtyping import Array, Num, Shaped
+
+from zoo.nn.pipeline import Largest, is_largest
 
 
 T = TypeVar("T")
@@ -55,15 +56,8 @@ def split(rows: T, parts: int) -> T:
     return jax.tree.map(lambda a: a.reshape(size // parts, parts, *a.shape[1:]).swapaxes(0, 1), rows)
 
 
-class Largest(eqx.Module):
-    """Numbers whose value for a batch is the largest of its parts', and not their sum."""
-
-    value: Float[Array, "..."]
-
-
 def summed(function: Callable[[Any], T], parts: Any) -> T:
     """Sums `function(part)` over the leading axis of `parts`, one part after another, and merges each `Largest`."""
-    is_largest = lambda node: isinstance(node, Largest)
     add = lambda a, b: Largest(jnp.maximum(a.value, b.value)) if is_largest(a) else a + b
     # The sum starts from the first part: starting from zeros would cost one more buffer of the size of the model.
     first, rest = (jax.tree.map(operator.itemgetter(index), parts) for index in (0, slice(1, None)))

@@ -44,8 +44,8 @@ def spread_tokens(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq
 
 
 Report = eqx.Module | Array | None
-"""A layer's report on its tokens, such as a router's `zoo.nn.moe.Routing`: sums over tokens, for losses and metrics.
-Most layers report None."""
+"""A layer's report on its tokens, such as a router's `zoo.nn.moe.Routing`: sums over tokens, for losses and metrics, or
+a `zoo.nn.pipeline.Largest`. Most layers report None."""
 
 Remat = Callable[..., Callable]
 """Wraps a layer, so that the backward pass computes it again: `jax.checkpoint`, or that with a policy. Like

@@ -10,10 +10,12 @@ A microbatch has one sequence of each device that splits the batch, if there are
 JAX's own, which runs the schedule in reverse.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -28,6 +30,16 @@ T = TypeVar("T")
 ROUNDS = 4  # at most: every further round sends each microbatch through the network once more
 
 
+class Largest(eqx.Module):
+    """Numbers in a layer's report whose value for a batch is the largest of its parts', and not their sum."""
+
+    value: Float[Array, "..."]
+
+
+def is_largest(node: Any) -> bool:
+    return isinstance(node, Largest)
+
+
 def pipeline(
     run: Callable[[Any, Float[Array, "rows seq embed"], Any], tuple[Float[Array, "rows seq embed"], Any]],
     layers: Any,
@@ -38,7 +50,7 @@ def pipeline(
 
     Args:
         run: runs some of the layers on some sequences. Returns their features after these layers, and each layer's
-            reports: sums over tokens, so that those of microbatches can be added up.
+            reports: sums over tokens, so that those of microbatches can be added up, and each a `Largest`.
         layers: arrays with an axis of layers in front, whose size is a multiple of the number of stages.
         shared: what else `run` needs of each sequence: a tree of arrays with an axis of sequences in front.
 
@@ -85,6 +97,17 @@ def _on_each_stage(run: Callable[..., Any], stages: int, chunks: Any, x: Array, 
     stage, count, rounds = jax.lax.axis_index(STAGE), len(x), jax.tree.leaves(chunks)[0].shape[0]
     at = lambda tree, i: jax.tree.map(lambda a: a[i], tree)
 
+    def nothing(report: Any) -> Any:
+        if is_largest(report):
+            return Largest(jnp.full((rounds, *report.value.shape), -jnp.inf, report.value.dtype))
+        return jnp.zeros((rounds, *report.shape), report.dtype)
+
+    def merged(round_: Array, due: Array, total: Any, new: Any) -> Any:
+        if is_largest(new):
+            larger = jnp.maximum(total.value[round_], jnp.where(due, new.value, -jnp.inf))
+            return Largest(total.value.at[round_].set(larger))
+        return total.at[round_].add(jnp.where(due, new, 0))
+
     def tick(carry: Any, t: Array) -> tuple[Any, None]:
         arriving, out, reports = carry
         work = t - stage  # the number of this stage's next piece of work, in groups of `stages` microbatches
@@ -96,13 +119,12 @@ def _on_each_stage(run: Callable[..., Any], stages: int, chunks: Any, x: Array, 
         y, new = run(at(chunks, round_), arriving, at(shared, i))
         finished = due & (stage == stages - 1) & (round_ == rounds - 1)
         out = out.at[jnp.where(finished, i, count)].set(y, mode="drop")
-        reports = jax.tree.map(lambda total, a: total.at[round_].add(jnp.where(due, a, 0)), reports, new)
+        reports = jax.tree.map(functools.partial(merged, round_, due), reports, new, is_leaf=is_largest)
         leaving = jax.lax.ppermute(y, STAGE, [(s, (s + 1) % stages) for s in range(stages)])
         return (leaving, _placed(out), reports), None
 
     _, new = jax.eval_shape(run, at(chunks, 0), x[0], at(shared, 0))
-    zeros = jax.tree.map(lambda a: jnp.zeros((rounds, *a.shape), a.dtype), new)
-    start = (jnp.zeros_like(x[0]), _placed(jnp.zeros_like(x)), zeros)
+    start = (jnp.zeros_like(x[0]), _placed(jnp.zeros_like(x)), jax.tree.map(nothing, new, is_leaf=is_largest))
     (_, out, reports), _ = jax.lax.scan(tick, start, jnp.arange(count * rounds + stages - 1))
     # The last stage has the results, and sends each stage its share of the batch.
     shares = jnp.split(out, stages)

@@ -54,7 +54,7 @@ def scan(
         remat = functools.partial(remat, prevent_cse=False)
 
     def run(weights: Any, rows: Array, rows_at: Tokens) -> tuple[Array, tuple[tuple[Report, ...], Shared]]:
-        """Runs some of the repeats on some of the sequences. `pipeline` adds up the reports of all sequences."""
+        """Runs some of the repeats on some of the sequences. `pipeline` merges the reports of all sequences."""
         # Kernels read experts out of the stack. Its gradient would be of all layers in each, so `own` has the gradient.
         whole = jax.lax.stop_gradient(eqx.filter(weights, _read_in_place(weights, ExpertLinear)))
 
