@@ -1,0 +1,506 @@
+"""The gated delta rule with a decay for each channel, in bfloat16 for NVIDIA GPUs, fused in five Pallas-Triton kernels.
+
+`kernels.delta_rule.triton_fused` has the five for one decay a head. Here the decay from token j to token i is a vector
+D_ij, so it does not factor out of k_i . k_j. In a chunk let S be the state before it, e_i the decays up to token i, and
+r_i those from token i to the end. With matrices of a token a row:
+
+    M = (1 + L)^-1       L_ij = beta_i sum_c k_ic D_ijc k_jc for j < i        P_ij = scale sum_c q_ic D_ijc k_jc
+    W = V - (e K) S      V' = M (beta W)        out = scale (e Q) S + P V'        S' = e_last S + (r K)^T V'
+
+1. `pairs` computes M, P, e Q, e K and r K, for all chunks at once.
+2. `forward` loops over the chunks with columns of a head's state in registers.
+3. `backward` does the same from the last chunk on, with the gradient of the state.
+4. `values` computes V' again, and from it the gradients of P and L, for all chunks at once.
+5. `keys` computes from these the gradients of q, k and the decays.
+
+Sums over channels with D are products of matrices, at six levels. At level n a chunk is cut into groups of 2^(n+1)
+tokens. Tokens i and j are a pair of this level if i is in the second half of a group and j in its first half, so each
+two tokens are a pair of one level. D_ij is the decay from j to the middle of the group, times that from the middle to
+i. Neither factor is above 1, whatever the decays, and each is the power of a sum of decays between two tokens, which no
+subtraction has robbed of digits. The levels also invert 1 + L: the inverse of its blocks of 2^n tokens and the pairs of
+level n give that of blocks of 2^(n+1).
+
+A document that begins is a decay to exactly 0, so it needs no mask.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels.backends import blocks
+from kernels.backends.device import device, elsewhere
+from kernels.backends.triton import SMALLEST, dot, exp2, launch, load, store
+from kernels.delta_rule.shared import CHUNK, LEVELS, OUT, STATES, channel_products
+
+
+PLATFORMS = ("gpu",)
+RANK = 0
+
+WIDEST, V_WIDEST = 128, 256  # features of a key and of a value
+SHARED = 227  # kilobytes of shared memory that its blocks fit in
+LOG2_E = math.log2(math.e)
+STRONGEST = -100.0  # a decay of a stronger logarithm is 0 in float32, also as the sum of others
+RESTART = -150.0  # its power is 0 in float32, without denormal numbers
+
+
+def refusal(
+    q: Array, k: Array, v: Array, decay: Array, beta: Array, restart: Array, state: Array, *, scale: float, erase: bool
+) -> str | None:
+    """Returns why this implementation cannot take these arguments of `delta_rule`, or None if it can."""
+    if decay.ndim == 3:
+        return "it has a decay for each channel, and here a head has one"
+    if not erase:
+        return "it always erases what a key held before"
+    if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
+        dtypes = sorted({x.dtype.name for x in (q, k, v)})
+        return f"it is for bfloat16, and q, k and v are {' and '.join(dtypes)}"
+    if k.shape[3] > WIDEST or v.shape[3] > V_WIDEST:
+        return (
+            f"its keys have at most {WIDEST} features and its values {V_WIDEST}, and these have {k.shape[3]} and "
+            f"{v.shape[3]}"
+        )
+    if not k.size or not v.size:
+        return "it needs a token, a head and a feature at least"
+    reason, here = elsewhere("gpu", (9, 0)), device()
+    if reason is None and here.platform == "gpu" and here.shared < SHARED:
+        return f"it needs {SHARED} KB of shared memory, and this {here.kind} has {here.shared}"
+    return reason
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "erase"))  # so that calls outside jit compile once, too
+def delta_rule(
+    q: Float[Array, "batch seq heads dim"],
+    k: Float[Array, "batch seq heads dim"],
+    v: Float[Array, "batch seq v_heads v_dim"],
+    decay: Float[Array, "batch seq v_heads dim"],
+    beta: Float[Array, "batch seq v_heads"],
+    restart: Bool[Array, "batch seq"],
+    state: Float[Array, "batch v_heads dim v_dim"],
+    *,
+    scale: float,
+    erase: bool,
+) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"]]:
+    """Computes `kernels.delta_rule`, with erasing. Zeros fill the last chunk, and fill vectors up to a power of two.
+    They change no state.
+    """
+    seq, (dim, v_dim) = v.shape[1], state.shape[2:]
+    fill = -seq % CHUNK
+    more, v_more = (max(SMALLEST, pl.next_power_of_2(width)) - width for width in (dim, v_dim))
+    vectors = lambda x, more: jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, more)))
+    beta = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, fill), (0, 0))).swapaxes(1, 2)
+    begins = jnp.pad(restart.astype(jnp.int32), ((0, 0), (0, fill)))
+    given = vectors(q, more), vectors(k, more), vectors(v, v_more), vectors(decay.astype(jnp.float32), more), beta
+    out, last = _delta_rule(scale, *given, begins, jnp.pad(state, ((0, 0), (0, 0), (0, more), (0, v_more))))
+    return out[:, :seq, :, :v_dim], last[:, :, :dim, :v_dim]
+
+
+class _Chunks(NamedTuple):
+    """The arrays of all chunks that `pairs` writes."""
+
+    query: Float[Array, "batch seq v_heads dim"]  # scale e Q
+    key: Float[Array, "batch seq v_heads dim"]  # e K
+    left: Float[Array, "batch seq v_heads dim"]  # r K
+    fade: Float[Array, "batch v_heads chunks dim"]  # the decays over all of a chunk
+    inverse: Float[Array, "batch v_heads seq tokens"]  # M - 1: M's diagonal is not rounded
+    pairs: Float[Array, "batch v_heads seq tokens"]  # P
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _delta_rule(scale: float, *given: Array) -> tuple[Array, Array]:
+    out, last, *_ = _run(scale, given, keep=False)
+    return out, last
+
+
+def _forward(scale: float, *given: Array) -> tuple[tuple[Array, Array], tuple[tuple[Array, ...], _Chunks, Array]]:
+    out, last, states, chunks = _run(scale, given, keep=True)
+    return (checkpoint_name(out, OUT), last), (given, chunks, checkpoint_name(states, STATES))
+
+
+def _run(scale: float, given: tuple[Array, ...], keep: bool) -> tuple[Array, Array, Array | None, _Chunks]:
+    """Returns the outputs, the last state, the states before the chunks if `keep` (else None), and the chunks."""
+    q, k, v, decay, beta, begins, state = given
+    batch, heads, dim, v_dim = state.shape
+    count = v.shape[1] // CHUNK
+    run = functools.partial(_launch, scale, k, v)
+    vectors, matrices = _array(k, *decay.shape), _array(k, *beta.shape, CHUNK)
+    results = vectors, vectors, vectors, _array(beta, batch, heads, count, dim), matrices, matrices
+    chunks = _Chunks(*run("pairs", _pairs_kernel, (q, k, decay, begins, beta), results))
+    results = _array(v), _array(state), _array(v, batch, heads, count, dim, v_dim) if keep else None
+    return *run("forward", _forward_kernel, (*chunks, v, beta, state), results), chunks
+
+
+def _backward(
+    scale: float, residuals: tuple[tuple[Array, ...], _Chunks, Array], gradients: tuple[Array, Array]
+) -> tuple[Array | None, ...]:
+    ((q, k, v, decay, beta, begins, _), chunks, states), (d_out, d_last) = residuals, gradients
+    run = functools.partial(_launch, scale, k, v)
+    d_written, d_v, d_states, d_first = run(
+        "backward",
+        _backward_kernel,
+        (*chunks, beta, d_out, d_last),
+        (_array(v), _array(v), _array(states), _array(d_last)),
+    )
+    written, d_pairs, d_own, d_lower, d_beta = run(
+        "values",
+        _values_kernel,
+        (chunks.key, v, beta, chunks.inverse, d_out, d_written, states),
+        (_array(v), _array(chunks.pairs), _array(beta), _array(chunks.inverse), _array(beta)),
+    )
+    parts = k.shape[3] // _sizes("keys", k, v)["dim"]
+    d_q, d_k, d_decay, more = run(
+        "keys",
+        _keys_kernel,
+        (q, k, decay, begins, beta, chunks.fade, d_out, written, d_v, d_pairs, d_own, d_lower, states, d_states),
+        (_array(q), _array(k), _array(decay), _array(beta, parts, *beta.shape)),
+    )
+    return d_q, d_k, d_v, d_decay, d_beta + more.sum(axis=0), None, d_first
+
+
+_delta_rule.defvjp(_forward, _backward)
+
+
+def _array(like: Array, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape or like.shape, like.dtype)
+
+
+def _sizes(kernel: str, k: Array, v: Array) -> dict[str, int]:
+    """Returns the sizes of a kernel's blocks: the features of keys, "dim", or of values, "v", at a time."""
+    size = blocks.sizes(__name__, kernel, k.dtype, f"d{max(k.shape[3], v.shape[3])}")
+    return size | {side: min(size[side], x.shape[3]) for side, x in {"dim": k, "v": v}.items() if side in size}
+
+
+def _launch(
+    scale: float,
+    k: Array,
+    v: Array,
+    kernel: str,
+    body: Callable[..., None],
+    operands: Sequence[Array],
+    results: Any,
+) -> Any:
+    """Runs a kernel for each row and head, and for each chunk, each block of features, or both."""
+    (batch, seq, kv_heads, dim), (*_, heads, v_dim), size = k.shape, v.shape, _sizes(kernel, k, v)
+    by_chunk = (seq // CHUNK, heads, batch)
+    grids = {
+        "forward": (v_dim // size.get("v", 1), heads, batch),
+        "backward": (v_dim // size.get("v", 1), heads, batch),
+        "keys": (dim // size.get("dim", 1), seq // CHUNK, batch * kv_heads),
+    }
+    return launch(
+        functools.partial(body, scale, size),
+        *operands,
+        name=f"delta_rule_channels_{kernel}",
+        grid=grids.get(kernel, by_chunk),
+        results=results,
+        warps=size["warps"],
+        stages=size["stages"],
+        cost=pl.CostEstimate(
+            flops=2 * batch * seq * heads * channel_products(kernel, dim, v_dim),
+            transcendentals=0,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((operands, results))),
+        ),
+    )
+
+
+def _pairs_kernel(
+    scale: float,
+    size: dict[str, int],
+    q_ref: Any,
+    k_ref: Any,
+    decay_ref: Any,
+    begins_ref: Any,
+    beta_ref: Any,
+    query_ref: Any,
+    key_ref: Any,
+    left_ref: Any,
+    fade_ref: Any,
+    inverse_ref: Any,
+    pairs_ref: Any,
+) -> None:
+    chunk, head, batch = (pl.program_id(axis) for axis in range(3))
+    kv_head, of_head = lax.div(head, beta_ref.shape[1] // k_ref.shape[2]), (batch, head)
+    rows, (row, column) = _rows(chunk), _tokens()
+    beta = load(beta_ref.at[*of_head, rows])[:, None]
+    parts = [pl.ds(start, size["dim"]) for start in range(0, k_ref.shape[3], size["dim"])]
+
+    def vectors(part: Any) -> tuple[Array, Array, Array]:
+        q, k = (load(ref.at[batch, rows, kv_head, part]).astype(jnp.float32) for ref in (q_ref, k_ref))
+        return q, k, _logarithms(decay_ref, begins_ref, batch, rows, head, part)
+
+    own = jnp.zeros(CHUNK, jnp.float32)
+    for part in parts:
+        q, k, decay = vectors(part)
+        since, until = (_power(_sums(which, decay)) for which in (column <= row, column > row))
+        for ref, x in ((query_ref, scale * since * q), (key_ref, since * k), (left_ref, until * k)):
+            store(ref.at[batch, rows, head, part], x.astype(ref.dtype))
+        store(fade_ref.at[*of_head, chunk, part], _power(jnp.sum(decay, axis=0)))
+        own += jnp.sum(q * k, axis=1)
+
+    def merge(level: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        pairs, inverse = found
+        of_queries, of_keys = (jnp.zeros((CHUNK, CHUNK), jnp.float32) for _ in range(2))
+        for part in parts:
+            q, k, decay = vectors(part)
+            factor = _power(_sums(_between(level), decay))
+            of_queries += _product(factor * q, factor * k, over=(1, 1))
+            of_keys += _product(factor * k, factor * k, over=(1, 1))
+        here = _paired(level)
+        lower = jnp.where(here, beta * of_keys, 0)
+        return jnp.where(here, of_queries, pairs), inverse - _product(inverse, _product(lower, inverse))
+
+    eye = jnp.where(row == column, 1.0, 0.0)
+    pairs, inverse = lax.fori_loop(0, LEVELS, merge, (jnp.where(row == column, own[:, None], 0), eye))
+    store(pairs_ref.at[*of_head, rows], (scale * pairs).astype(pairs_ref.dtype))
+    store(inverse_ref.at[*of_head, rows], (inverse - eye).astype(inverse_ref.dtype))
+
+
+def _forward_kernel(
+    scale: float,
+    size: dict[str, int],
+    query_ref: Any,
+    key_ref: Any,
+    left_ref: Any,
+    fade_ref: Any,
+    inverse_ref: Any,
+    pairs_ref: Any,
+    v_ref: Any,
+    beta_ref: Any,
+    first_ref: Any,
+    out_ref: Any,
+    last_ref: Any,
+    states_ref: Any,
+) -> None:
+    part, head, batch = (pl.program_id(axis) for axis in range(3))
+    of_head, columns = (batch, head), pl.ds(part * size["v"], size["v"])
+
+    def step(chunk: Array, state: Array) -> Array:
+        rows, before = _rows(chunk), state.astype(key_ref.dtype)
+        if states_ref is not None:
+            store(states_ref.at[*of_head, chunk, :, columns], before)
+        query, key, left = (load(ref.at[batch, rows, head]) for ref in (query_ref, key_ref, left_ref))
+        written = load(v_ref.at[batch, rows, head, columns]).astype(jnp.float32) - dot(key, before)
+        written *= load(beta_ref.at[*of_head, rows])[:, None]
+        written += dot(load(inverse_ref.at[*of_head, rows]), written.astype(key.dtype))
+        rounded = written.astype(key.dtype)
+        out = dot(query, before) + dot(load(pairs_ref.at[*of_head, rows]), rounded)
+        store(out_ref.at[batch, rows, head, columns], out.astype(out_ref.dtype))
+        return load(fade_ref.at[*of_head, chunk])[:, None] * state + dot(left, rounded, over=(0, 0))
+
+    chunks = beta_ref.shape[2] // CHUNK
+    store(last_ref.at[*of_head, :, columns], lax.fori_loop(0, chunks, step, load(first_ref.at[*of_head, :, columns])))
+
+
+def _backward_kernel(
+    scale: float,
+    size: dict[str, int],
+    query_ref: Any,
+    key_ref: Any,
+    left_ref: Any,
+    fade_ref: Any,
+    inverse_ref: Any,
+    pairs_ref: Any,
+    beta_ref: Any,
+    d_out_ref: Any,
+    d_last_ref: Any,
+    d_written_ref: Any,
+    d_v_ref: Any,
+    d_states_ref: Any,
+    d_first_ref: Any,
+) -> None:
+    part, head, batch = (pl.program_id(axis) for axis in range(3))
+    of_head, columns, chunks = (batch, head), pl.ds(part * size["v"], size["v"]), beta_ref.shape[2] // CHUNK
+
+    def step(n: Array, d_state: Array) -> Array:
+        chunk = chunks - 1 - n
+        rows, after = _rows(chunk), d_state.astype(key_ref.dtype)
+        store(d_states_ref.at[*of_head, chunk, :, columns], after)
+        query, key, left = (load(ref.at[batch, rows, head]) for ref in (query_ref, key_ref, left_ref))
+        d_out = load(d_out_ref.at[batch, rows, head, columns])
+        d_written = dot(left, after) + dot(load(pairs_ref.at[*of_head, rows]), d_out, over=(0, 0))
+        rounded = d_written.astype(key.dtype)
+        store(d_written_ref.at[batch, rows, head, columns], rounded)
+        d_written += dot(load(inverse_ref.at[*of_head, rows]), rounded, over=(0, 0))
+        d_v = (load(beta_ref.at[*of_head, rows])[:, None] * d_written).astype(d_v_ref.dtype)
+        store(d_v_ref.at[batch, rows, head, columns], d_v)
+        d_state *= load(fade_ref.at[*of_head, chunk])[:, None]
+        return d_state - dot(key, d_v, over=(0, 0)) + dot(query, d_out, over=(0, 0))
+
+    d_state = lax.fori_loop(0, chunks, step, load(d_last_ref.at[*of_head, :, columns]))
+    store(d_first_ref.at[*of_head, :, columns], d_state)
+
+
+def _values_kernel(
+    scale: float,
+    size: dict[str, int],
+    key_ref: Any,
+    v_ref: Any,
+    beta_ref: Any,
+    inverse_ref: Any,
+    d_out_ref: Any,
+    d_written_ref: Any,
+    states_ref: Any,
+    written_ref: Any,
+    d_pairs_ref: Any,
+    d_own_ref: Any,
+    d_lower_ref: Any,
+    d_beta_ref: Any,
+) -> None:
+    """Writes the gradients of P, its diagonal by itself, and of L / beta. No kernel reads them above the diagonal."""
+    chunk, head, batch = (pl.program_id(axis) for axis in range(3))
+    of_head, rows, (row, column) = (batch, head), _rows(chunk), _tokens()
+    beta, inverse = load(beta_ref.at[*of_head, rows]), load(inverse_ref.at[*of_head, rows])
+    key = load(key_ref.at[batch, rows, head])
+    d_pairs, d_inverse = (jnp.zeros((CHUNK, CHUNK), jnp.float32) for _ in range(2))
+    for start in range(0, v_ref.shape[3], size["v"]):
+        columns = pl.ds(start, size["v"])
+        written = load(v_ref.at[batch, rows, head, columns]).astype(jnp.float32)
+        written -= dot(key, load(states_ref.at[*of_head, chunk, :, columns]))
+        d_inverse += dot(load(d_written_ref.at[batch, rows, head, columns]), written.astype(key.dtype), over=(1, 1))
+        written *= beta[:, None]
+        written += dot(inverse, written.astype(key.dtype))
+        written = written.astype(written_ref.dtype)
+        store(written_ref.at[batch, rows, head, columns], written)
+        d_pairs += dot(load(d_out_ref.at[batch, rows, head, columns]), written, over=(1, 1))
+    same = row == column
+    store(d_own_ref.at[*of_head, rows], scale * jnp.sum(jnp.where(same, d_pairs, 0), axis=1))
+    store(d_pairs_ref.at[*of_head, rows], (scale * d_pairs).astype(d_pairs_ref.dtype))
+    # M's gradient is d_inverse times beta, of its columns. That of the matrix that it inverts is -M^T dM M^T.
+    d_beta = jnp.sum(jnp.where(same, 1, inverse.astype(jnp.float32)) * d_inverse, axis=0)
+    store(d_beta_ref.at[*of_head, rows], d_beta)
+    d_inverse *= beta[None, :]
+    d_inverse += dot(inverse, d_inverse.astype(key.dtype), over=(0, 0))
+    d_inverse += dot(d_inverse.astype(key.dtype), inverse, over=(1, 1))
+    store(d_lower_ref.at[*of_head, rows], (-d_inverse).astype(d_lower_ref.dtype))
+
+
+def _keys_kernel(
+    scale: float,
+    size: dict[str, int],
+    q_ref: Any,
+    k_ref: Any,
+    decay_ref: Any,
+    begins_ref: Any,
+    beta_ref: Any,
+    fade_ref: Any,
+    d_out_ref: Any,
+    written_ref: Any,
+    d_v_ref: Any,
+    d_pairs_ref: Any,
+    d_own_ref: Any,
+    d_lower_ref: Any,
+    states_ref: Any,
+    d_states_ref: Any,
+    d_q_ref: Any,
+    d_k_ref: Any,
+    d_decay_ref: Any,
+    d_beta_ref: Any,
+) -> None:
+    """Writes the gradients of some features of q, k and the decays, and their share of that of beta."""
+    part, chunk, which = (pl.program_id(axis) for axis in range(3))
+    batch, kv_head = lax.div(which, k_ref.shape[2]), lax.rem(which, k_ref.shape[2])
+    rows, features, (row, column) = _rows(chunk), pl.ds(part * size["dim"], size["dim"]), _tokens()
+    group = d_out_ref.shape[2] // k_ref.shape[2]
+    q, k = (load(ref.at[batch, rows, kv_head, features]).astype(jnp.float32) for ref in (q_ref, k_ref))
+
+    def of_head(n: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        d_q, d_k = sums
+        head = kv_head * group + n
+        decay = _logarithms(decay_ref, begins_ref, batch, rows, head, features)
+        beta, own = (load(ref.at[batch, head, rows])[:, None] for ref in (beta_ref, d_own_ref))
+        state, d_state = (load(ref.at[batch, head, chunk, features]) for ref in (states_ref, d_states_ref))
+        reads = lambda ref, state: dot(load(ref.at[batch, rows, head]), state, over=(1, 1))
+        since, until = (_power(_sums(which, decay)) for which in (column <= row, column > row))
+        of_query, of_key = scale * since * reads(d_out_ref, state), -since * reads(d_v_ref, state)
+        left = until * reads(written_ref, d_state)
+        fade = load(fade_ref.at[batch, head, chunk, features])
+        fade *= jnp.sum(state.astype(jnp.float32) * d_state.astype(jnp.float32), axis=1)
+        # What decays up to each token, summed over the levels below, and what decays after it.
+        d_total, d_until = q * of_query + k * of_key, k * left
+        sums = d_q + of_query + own * k, d_k + of_key + left + own * q, d_total, jnp.zeros(CHUNK, jnp.float32)
+        d_pairs, d_lower = (load(ref.at[batch, head, rows]) for ref in (d_pairs_ref, d_lower_ref))
+
+        def of_level(level: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            d_q, d_k, d_total, d_beta = sums
+            factor = _power(_sums(_between(level), decay))
+            queries, keys, rates = (x.astype(q_ref.dtype) for x in (factor * q, factor * k, factor * beta * k))
+            here = _paired(level)
+            of_pairs, of_lower = (jnp.where(here, x, jnp.zeros_like(x)) for x in (d_pairs, d_lower))
+            of_query, of_key = dot(of_pairs, keys), dot(of_lower, keys)
+            earlier = dot(of_pairs, queries, over=(0, 0)) + dot(of_lower, rates, over=(0, 0))
+            # The factors are those that the products have seen: what two tokens add then cancels after both.
+            seen = [x.astype(jnp.float32) for x in (queries, keys, rates)]
+            d_total += seen[0] * of_query + seen[2] * of_key - seen[1] * earlier
+            d_beta += jnp.sum(seen[1] * of_key, axis=1)
+            return d_q + factor * of_query, d_k + factor * (beta * of_key + earlier), d_total, d_beta
+
+        d_q, d_k, d_total, d_beta = lax.fori_loop(0, LEVELS, of_level, sums)
+        d_decay = _sums(column >= row, d_total) + _sums(column < row, d_until) + fade[None, :]
+        given = load(decay_ref.at[batch, rows, head, features])
+        held = (load(begins_ref.at[batch, rows])[:, None] > 0) | (given < STRONGEST)
+        store(d_decay_ref.at[batch, rows, head, features], jnp.where(held, 0, d_decay))
+        store(d_beta_ref.at[part, batch, head, rows], d_beta)
+        return d_q, d_k
+
+    zeros = jnp.zeros((CHUNK, size["dim"]), jnp.float32)
+    d_q, d_k = lax.fori_loop(0, group, of_head, (zeros, zeros))
+    store(d_q_ref.at[batch, rows, kv_head, features], d_q.astype(d_q_ref.dtype))
+    store(d_k_ref.at[batch, rows, kv_head, features], d_k.astype(d_k_ref.dtype))
+
+
+def _rows(chunk: Array) -> Any:
+    return pl.ds(chunk * CHUNK, CHUNK)
+
+
+def _tokens() -> tuple[Int[Array, "tokens 1"], Int[Array, "1 tokens"]]:
+    """Returns the indices of a chunk's tokens, as those of a matrix's rows and of its columns."""
+    token = jnp.arange(CHUNK, dtype=jnp.int32)
+    return token[:, None], token[None, :]
+
+
+def _paired(level: Array) -> Bool[Array, "tokens tokens"]:
+    """Returns which tokens are in the second half of a group of this level, and which in the first half of the same."""
+    row, column = _tokens()
+    half, other = lax.shift_right_logical(row, level), lax.shift_right_logical(column, level)
+    return ((half ^ 1) == other) & (row > column)
+
+
+def _between(level: Array) -> Bool[Array, "tokens tokens"]:
+    """Returns for each token which decays lie between it and the middle of its group of this level."""
+    row, column = _tokens()
+    half, other = lax.shift_right_logical(row, level), lax.shift_right_logical(column, level)
+    return (half == other) & (((half & 1) == 1) ^ (column > row))
+
+
+def _logarithms(
+    decay_ref: Any, begins_ref: Any, batch: Array, rows: Any, head: Array, features: Any
+) -> Float[Array, "tokens dim"]:
+    """Returns the binary logarithms of a chunk's decays."""
+    decay = jnp.maximum(load(decay_ref.at[batch, rows, head, features]), STRONGEST)
+    return LOG2_E * jnp.where(load(begins_ref.at[batch, rows])[:, None] > 0, RESTART, decay)
+
+
+def _sums(which: Bool[Array, "rows tokens"], x: Float[Array, "tokens dim"]) -> Float[Array, "rows dim"]:
+    """Sums some tokens of x for each row, as two numbers in bfloat16 each, so with 16 bits."""
+    matrix, high = which.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    return dot(matrix, high) + dot(matrix, (x - high.astype(jnp.float32)).astype(jnp.bfloat16))
+
+
+def _power(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    return exp2(x, 1.0, less=jnp.zeros_like(x))
+
+
+def _product(
+    x: Float[Array, "..."], y: Float[Array, "..."], over: tuple[int, int] = (1, 0)
+) -> Float[Array, "rows columns"]:
+    """Multiplies in TF32, summing over these axes."""
+    precision = lax.Precision.HIGHEST if device().platform == "cpu" else lax.DotAlgorithmPreset.TF32_TF32_F32
+    axes = ((over[0],), (over[1],)), ((), ())
+    return lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
