@@ -229,37 +229,40 @@ def _pairs_kernel(
     kv_head, of_head = lax.div(head, beta_ref.shape[1] // k_ref.shape[2]), (batch, head)
     rows, (row, column) = _rows(chunk), _tokens()
     beta = load(beta_ref.at[*of_head, rows])[:, None]
-    parts = [pl.ds(start, size["dim"]) for start in range(0, k_ref.shape[3], size["dim"])]
+    parts = k_ref.shape[3] // size["dim"]
 
-    def vectors(part: Any) -> tuple[Array, Array, Array]:
-        q, k = (load(ref.at[batch, rows, kv_head, part]).astype(jnp.float32) for ref in (q_ref, k_ref))
-        return q, k, _logarithms(decay_ref, begins_ref, batch, rows, head, part)
+    def vectors(part: Array) -> tuple[Any, Array, Array, Array]:
+        features = pl.ds(part * size["dim"], size["dim"])
+        q, k = (load(ref.at[batch, rows, kv_head, features]).astype(jnp.float32) for ref in (q_ref, k_ref))
+        return features, q, k, _logarithms(decay_ref, begins_ref, batch, rows, head, features)
 
-    own = jnp.zeros(CHUNK, jnp.float32)
-    for part in parts:
-        q, k, decay = vectors(part)
+    def of_states(part: Array, own: Array) -> Array:
+        features, q, k, decay = vectors(part)
         since, until = (_power(_sums(which, decay)) for which in (column <= row, column > row))
         for ref, x in ((query_ref, scale * since * q), (key_ref, since * k), (left_ref, until * k)):
-            store(ref.at[batch, rows, head, part], x.astype(ref.dtype))
-        store(fade_ref.at[*of_head, chunk, part], _power(jnp.sum(decay, axis=0)))
-        own += jnp.sum(q * k, axis=1)
+            store(ref.at[batch, rows, head, features], x.astype(ref.dtype))
+        store(fade_ref.at[*of_head, chunk, features], _power(jnp.sum(decay, axis=0)))
+        return own + jnp.sum(q * k, axis=1)
 
-    def merge(level: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        pairs, inverse = found
-        of_queries, of_keys = (jnp.zeros((CHUNK, CHUNK), jnp.float32) for _ in range(2))
-        for part in parts:
-            q, k, decay = vectors(part)
+    own = lax.fori_loop(0, parts, of_states, jnp.zeros(CHUNK, jnp.float32))
+    pairs = jnp.where(row == column, scale * own[:, None], 0)
+    store(pairs_ref.at[*of_head, rows], pairs.astype(pairs_ref.dtype), row <= column)
+
+    def merge(level: Array, inverse: Array) -> Array:
+        def of_part(part: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            _, q, k, decay = vectors(part)
             factor = _power(_sums(_between(level), decay))
-            of_queries += _product(factor * q, factor * k, over=(1, 1))
-            of_keys += _product(factor * k, factor * k, over=(1, 1))
-        here = _paired(level)
-        lower = jnp.where(here, beta * of_keys, 0)
-        return jnp.where(here, of_queries, pairs), inverse - _product(inverse, _product(lower, inverse))
+            keys = factor * k
+            return sums[0] + _product(factor * q, keys, over=(1, 1)), sums[1] + _product(keys, keys, over=(1, 1))
+
+        here, zeros = _paired(level), jnp.zeros((CHUNK, CHUNK), jnp.float32)
+        of_queries, of_keys = lax.fori_loop(0, parts, of_part, (zeros, zeros))
+        store(pairs_ref.at[*of_head, rows], (scale * of_queries).astype(pairs_ref.dtype), here)
+        return inverse - _product(inverse, _product(jnp.where(here, beta * of_keys, 0), inverse))
 
     eye = jnp.where(row == column, 1.0, 0.0)
-    pairs, inverse = lax.fori_loop(0, LEVELS, merge, (jnp.where(row == column, own[:, None], 0), eye))
-    store(pairs_ref.at[*of_head, rows], (scale * pairs).astype(pairs_ref.dtype))
-    store(inverse_ref.at[*of_head, rows], (inverse - eye).astype(inverse_ref.dtype))
+    inverse = lax.fori_loop(0, LEVELS, merge, eye) - eye
+    store(inverse_ref.at[*of_head, rows], inverse.astype(inverse_ref.dtype))
 
 
 def _forward_kernel(
@@ -411,10 +414,27 @@ def _keys_kernel(
     q, k = (load(ref.at[batch, rows, kv_head, features]).astype(jnp.float32) for ref in (q_ref, k_ref))
 
     def of_head(n: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        d_q, d_k = sums
         head = kv_head * group + n
         decay = _logarithms(decay_ref, begins_ref, batch, rows, head, features)
         beta, own = (load(ref.at[batch, head, rows])[:, None] for ref in (beta_ref, d_own_ref))
+
+        def of_level(level: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            d_q, d_k, d_total, d_beta = sums
+            factor = _power(_sums(_between(level), decay))
+            queries, keys, rates = (x.astype(q_ref.dtype) for x in (factor * q, factor * k, factor * beta * k))
+            here, zero = _paired(level), jnp.zeros((), q_ref.dtype)
+            d_pairs, d_lower = (load(ref.at[batch, head, rows], here, zero) for ref in (d_pairs_ref, d_lower_ref))
+            of_query, of_key = dot(d_pairs, keys), dot(d_lower, keys)
+            earlier = dot(d_pairs, queries, over=(0, 0)) + dot(d_lower, rates, over=(0, 0))
+            # The factors are those that the products have seen: what two tokens add then cancels after both.
+            seen = [x.astype(jnp.float32) for x in (queries, keys, rates)]
+            d_total += seen[0] * of_query + seen[2] * of_key - seen[1] * earlier
+            d_beta += jnp.sum(seen[1] * of_key, axis=1)
+            return d_q + factor * of_query, d_k + factor * (beta * of_key + earlier), d_total, d_beta
+
+        more = zeros, jnp.zeros(CHUNK, jnp.float32)
+        d_q, d_k, d_total, d_beta = lax.fori_loop(0, LEVELS, of_level, (*sums, *more))
+        store(d_beta_ref.at[part, batch, head, rows], d_beta)
         state, d_state = (load(ref.at[batch, head, chunk, features]) for ref in (states_ref, d_states_ref))
         reads = lambda ref, state: dot(load(ref.at[batch, rows, head]), state, over=(1, 1))
         since, until = (_power(_sums(which, decay)) for which in (column <= row, column > row))
@@ -422,32 +442,13 @@ def _keys_kernel(
         left = until * reads(written_ref, d_state)
         fade = load(fade_ref.at[batch, head, chunk, features])
         fade *= jnp.sum(state.astype(jnp.float32) * d_state.astype(jnp.float32), axis=1)
-        # What decays up to each token, summed over the levels below, and what decays after it.
-        d_total, d_until = q * of_query + k * of_key, k * left
-        sums = d_q + of_query + own * k, d_k + of_key + left + own * q, d_total, jnp.zeros(CHUNK, jnp.float32)
-        d_pairs, d_lower = (load(ref.at[batch, head, rows]) for ref in (d_pairs_ref, d_lower_ref))
-
-        def of_level(level: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            d_q, d_k, d_total, d_beta = sums
-            factor = _power(_sums(_between(level), decay))
-            queries, keys, rates = (x.astype(q_ref.dtype) for x in (factor * q, factor * k, factor * beta * k))
-            here = _paired(level)
-            of_pairs, of_lower = (jnp.where(here, x, jnp.zeros_like(x)) for x in (d_pairs, d_lower))
-            of_query, of_key = dot(of_pairs, keys), dot(of_lower, keys)
-            earlier = dot(of_pairs, queries, over=(0, 0)) + dot(of_lower, rates, over=(0, 0))
-            # The factors are those that the products have seen: what two tokens add then cancels after both.
-            seen = [x.astype(jnp.float32) for x in (queries, keys, rates)]
-            d_total += seen[0] * of_query + seen[2] * of_key - seen[1] * earlier
-            d_beta += jnp.sum(seen[1] * of_key, axis=1)
-            return d_q + factor * of_query, d_k + factor * (beta * of_key + earlier), d_total, d_beta
-
-        d_q, d_k, d_total, d_beta = lax.fori_loop(0, LEVELS, of_level, sums)
-        d_decay = _sums(column >= row, d_total) + _sums(column < row, d_until) + fade[None, :]
+        # A decay is in the sums of its token and those after it, and it decays what tokens before it leave to the end.
+        d_total += q * of_query + k * of_key
+        d_decay = _sums(column >= row, d_total) + _sums(column < row, k * left) + fade[None, :]
         given = load(decay_ref.at[batch, rows, head, features])
         held = (load(begins_ref.at[batch, rows])[:, None] > 0) | (given < STRONGEST)
         store(d_decay_ref.at[batch, rows, head, features], jnp.where(held, 0, d_decay))
-        store(d_beta_ref.at[part, batch, head, rows], d_beta)
-        return d_q, d_k
+        return d_q + of_query + own * k, d_k + of_key + left + own * q
 
     zeros = jnp.zeros((CHUNK, size["dim"]), jnp.float32)
     d_q, d_k = lax.fori_loop(0, group, of_head, (zeros, zeros))
