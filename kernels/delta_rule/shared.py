@@ -71,12 +71,12 @@ def fused_products(kernel: str, dim: int, v_dim: int, *, erase: bool) -> int:
 def channel_products(kernel: str, dim: int, v_dim: int) -> int:
     """Counts the multiply-adds of one token of one head in a kernel of `kernels.delta_rule.triton_channels`.
 
-    A sum of decays is two products in bfloat16.
+    A sum of decays is two products in bfloat16, and so are the products of what was written.
     """
     state, within = dim * v_dim, CHUNK * v_dim
     counts = {
         "pairs": CHUNK * dim * (4 + 4 * LEVELS) + LEVELS * 2 * CHUNK * CHUNK,
-        "forward": 3 * state + 2 * within,
+        "forward": 4 * state + 3 * within,
         "backward": 3 * state + 2 * within,
         "values": state + 3 * within + 2 * CHUNK * CHUNK,
         "keys": 3 * state + CHUNK * dim * (8 + 6 * LEVELS),

@@ -24,7 +24,6 @@ A document that begins is a decay to exactly 0, so it needs no mask.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,19 +35,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.backends import blocks
-from kernels.backends.device import device, elsewhere
+from kernels.backends.device import device
 from kernels.backends.triton import SMALLEST, dot, exp2, launch, load, store
 from kernels.delta_rule.shared import CHUNK, LEVELS, OUT, STATES, channel_products
+from kernels.delta_rule.triton_fused import LOG2_E, RESTART, STRONGEST, unfit
 
 
 PLATFORMS = ("gpu",)
 RANK = 0
-
-WIDEST, V_WIDEST = 128, 256  # features of a key and of a value
-SHARED = 227  # kilobytes of shared memory that its blocks fit in
-LOG2_E = math.log2(math.e)
-STRONGEST = -100.0  # a decay of a stronger logarithm is 0 in float32, also as the sum of others
-RESTART = -150.0  # its power is 0 in float32, without denormal numbers
 
 
 def refusal(
@@ -58,36 +52,25 @@ def refusal(
     if decay.ndim == 3:
         return "it has a decay for each channel, and here a head has one"
     if not erase:
-        return "it always erases what a key held before"
-    if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
-        dtypes = sorted({x.dtype.name for x in (q, k, v)})
-        return f"it is for bfloat16, and q, k and v are {' and '.join(dtypes)}"
-    if k.shape[3] > WIDEST or v.shape[3] > V_WIDEST:
-        return (
-            f"its keys have at most {WIDEST} features and its values {V_WIDEST}, and these have {k.shape[3]} and "
-            f"{v.shape[3]}"
-        )
-    if not k.size or not v.size:
-        return "it needs a token, a head and a feature at least"
-    reason, here = elsewhere("gpu", (9, 0)), device()
-    if reason is None and here.platform == "gpu" and here.shared < SHARED:
-        return f"it needs {SHARED} KB of shared memory, and this {here.kind} has {here.shared}"
-    return reason
+        return "it erases, and here nothing is erased"
+    if k.shape[2] != v.shape[2]:
+        return f"its value heads share no keys, and here {v.shape[2]} share {k.shape[2]}"
+    return unfit(q, k, v)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "erase"))  # so that calls outside jit compile once, too
 def delta_rule(
     q: Float[Array, "batch seq heads dim"],
     k: Float[Array, "batch seq heads dim"],
-    v: Float[Array, "batch seq v_heads v_dim"],
-    decay: Float[Array, "batch seq v_heads dim"],
-    beta: Float[Array, "batch seq v_heads"],
+    v: Float[Array, "batch seq heads v_dim"],
+    decay: Float[Array, "batch seq heads dim"],
+    beta: Float[Array, "batch seq heads"],
     restart: Bool[Array, "batch seq"],
-    state: Float[Array, "batch v_heads dim v_dim"],
+    state: Float[Array, "batch heads dim v_dim"],
     *,
     scale: float,
     erase: bool,
-) -> tuple[Float[Array, "batch seq v_heads v_dim"], Float[Array, "batch v_heads dim v_dim"]]:
+) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads dim v_dim"]]:
     """Computes `kernels.delta_rule`, with erasing. Zeros fill the last chunk, and fill vectors up to a power of two.
     They change no state.
     """
@@ -105,12 +88,12 @@ def delta_rule(
 class _Chunks(NamedTuple):
     """The arrays of all chunks that `pairs` writes."""
 
-    query: Float[Array, "batch seq v_heads dim"]  # scale e Q
-    key: Float[Array, "batch seq v_heads dim"]  # e K
-    left: Float[Array, "batch seq v_heads dim"]  # r K
-    fade: Float[Array, "batch v_heads chunks dim"]  # the decays over all of a chunk
-    inverse: Float[Array, "batch v_heads seq tokens"]  # M - 1: M's diagonal is not rounded
-    pairs: Float[Array, "batch v_heads seq tokens"]  # P
+    query: Float[Array, "batch seq heads dim"]  # scale e Q
+    key: Float[Array, "batch seq heads dim"]  # e K
+    left: Float[Array, "batch seq heads dim"]  # r K
+    fade: Float[Array, "batch heads chunks dim"]  # the decays over all of a chunk
+    inverse: Float[Array, "batch heads seq tokens"]  # M - 1: M's diagonal is not rounded
+    pairs: Float[Array, "batch heads seq tokens"]  # P
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -187,12 +170,12 @@ def _launch(
     results: Any,
 ) -> Any:
     """Runs a kernel for each row and head, and for each chunk, each block of features, or both."""
-    (batch, seq, kv_heads, dim), (*_, heads, v_dim), size = k.shape, v.shape, _sizes(kernel, k, v)
+    (batch, seq, heads, dim), v_dim, size = k.shape, v.shape[3], _sizes(kernel, k, v)
     by_chunk = (seq // CHUNK, heads, batch)
     grids = {
         "forward": (v_dim // size.get("v", 1), heads, batch),
         "backward": (v_dim // size.get("v", 1), heads, batch),
-        "keys": (dim // size.get("dim", 1), seq // CHUNK, batch * kv_heads),
+        "keys": (dim // size.get("dim", 1), seq // CHUNK, heads * batch),
     }
     return launch(
         functools.partial(body, scale, size),
@@ -226,14 +209,13 @@ def _pairs_kernel(
     pairs_ref: Any,
 ) -> None:
     chunk, head, batch = (pl.program_id(axis) for axis in range(3))
-    kv_head, of_head = lax.div(head, beta_ref.shape[1] // k_ref.shape[2]), (batch, head)
-    rows, (row, column) = _rows(chunk), _tokens()
+    of_head, rows, (row, column) = (batch, head), _rows(chunk), _tokens()
     beta = load(beta_ref.at[*of_head, rows])[:, None]
     parts = k_ref.shape[3] // size["dim"]
 
     def vectors(part: Array) -> tuple[Any, Array, Array, Array]:
         features = pl.ds(part * size["dim"], size["dim"])
-        q, k = (load(ref.at[batch, rows, kv_head, features]).astype(jnp.float32) for ref in (q_ref, k_ref))
+        q, k = (load(ref.at[batch, rows, head, features]).astype(jnp.float32) for ref in (q_ref, k_ref))
         return features, q, k, _logarithms(decay_ref, begins_ref, batch, rows, head, features)
 
     def of_states(part: Array, own: Array) -> Array:
@@ -292,10 +274,14 @@ def _forward_kernel(
         written = load(v_ref.at[batch, rows, head, columns]).astype(jnp.float32) - dot(key, before)
         written *= load(beta_ref.at[*of_head, rows])[:, None]
         written += dot(load(inverse_ref.at[*of_head, rows]), written.astype(key.dtype))
-        rounded = written.astype(key.dtype)
-        out = dot(query, before) + dot(load(pairs_ref.at[*of_head, rows]), rounded)
+        # Here e Q and r K have been rounded. With V' rounded, too, outputs would be less exact than with one decay a head.
+        pairs, out = load(pairs_ref.at[*of_head, rows]), dot(query, before)
+        state *= load(fade_ref.at[*of_head, chunk])[:, None]
+        for piece in _halves(written):
+            out += dot(pairs, piece)
+            state += dot(left, piece, over=(0, 0))
         store(out_ref.at[batch, rows, head, columns], out.astype(out_ref.dtype))
-        return load(fade_ref.at[*of_head, chunk])[:, None] * state + dot(left, rounded, over=(0, 0))
+        return state
 
     chunks = beta_ref.shape[2] // CHUNK
     store(last_ref.at[*of_head, :, columns], lax.fori_loop(0, chunks, step, load(first_ref.at[*of_head, :, columns])))
@@ -408,52 +394,51 @@ def _keys_kernel(
 ) -> None:
     """Writes the gradients of some features of q, k and the decays, and their share of that of beta."""
     part, chunk, which = (pl.program_id(axis) for axis in range(3))
-    batch, kv_head = lax.div(which, k_ref.shape[2]), lax.rem(which, k_ref.shape[2])
-    rows, features, (row, column) = _rows(chunk), pl.ds(part * size["dim"], size["dim"]), _tokens()
-    group = d_out_ref.shape[2] // k_ref.shape[2]
-    q, k = (load(ref.at[batch, rows, kv_head, features]).astype(jnp.float32) for ref in (q_ref, k_ref))
+    batch, head = lax.div(which, k_ref.shape[2]), lax.rem(which, k_ref.shape[2])
+    of_head, rows, features, (row, column) = (
+        (batch, head),
+        _rows(chunk),
+        pl.ds(part * size["dim"], size["dim"]),
+        _tokens(),
+    )
+    q, k = (load(ref.at[batch, rows, head, features]).astype(jnp.float32) for ref in (q_ref, k_ref))
+    decay = _logarithms(decay_ref, begins_ref, batch, rows, head, features)
+    beta, own = (load(ref.at[*of_head, rows])[:, None] for ref in (beta_ref, d_own_ref))
 
-    def of_head(n: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        head = kv_head * group + n
-        decay = _logarithms(decay_ref, begins_ref, batch, rows, head, features)
-        beta, own = (load(ref.at[batch, head, rows])[:, None] for ref in (beta_ref, d_own_ref))
+    def of_level(level: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        d_q, d_k, d_total, d_beta = sums
+        factor = _power(_sums(_between(level), decay))
+        queries, keys, rates = (x.astype(q_ref.dtype) for x in (factor * q, factor * k, factor * beta * k))
+        here, zero = _paired(level), jnp.zeros((), q_ref.dtype)
+        d_pairs, d_lower = (load(ref.at[*of_head, rows], here, zero) for ref in (d_pairs_ref, d_lower_ref))
+        of_query, of_key = dot(d_pairs, keys), dot(d_lower, keys)
+        earlier = dot(d_pairs, queries, over=(0, 0)) + dot(d_lower, rates, over=(0, 0))
+        # The factors are those that the products have seen: what two tokens add then cancels after both.
+        seen = [x.astype(jnp.float32) for x in (queries, keys, rates)]
+        d_total += seen[0] * of_query + seen[2] * of_key - seen[1] * earlier
+        d_beta += jnp.sum(seen[1] * of_key, axis=1)
+        return d_q + factor * of_query, d_k + factor * (beta * of_key + earlier), d_total, d_beta
 
-        def of_level(level: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            d_q, d_k, d_total, d_beta = sums
-            factor = _power(_sums(_between(level), decay))
-            queries, keys, rates = (x.astype(q_ref.dtype) for x in (factor * q, factor * k, factor * beta * k))
-            here, zero = _paired(level), jnp.zeros((), q_ref.dtype)
-            d_pairs, d_lower = (load(ref.at[batch, head, rows], here, zero) for ref in (d_pairs_ref, d_lower_ref))
-            of_query, of_key = dot(d_pairs, keys), dot(d_lower, keys)
-            earlier = dot(d_pairs, queries, over=(0, 0)) + dot(d_lower, rates, over=(0, 0))
-            # The factors are those that the products have seen: what two tokens add then cancels after both.
-            seen = [x.astype(jnp.float32) for x in (queries, keys, rates)]
-            d_total += seen[0] * of_query + seen[2] * of_key - seen[1] * earlier
-            d_beta += jnp.sum(seen[1] * of_key, axis=1)
-            return d_q + factor * of_query, d_k + factor * (beta * of_key + earlier), d_total, d_beta
-
-        more = zeros, jnp.zeros(CHUNK, jnp.float32)
-        d_q, d_k, d_total, d_beta = lax.fori_loop(0, LEVELS, of_level, (*sums, *more))
-        store(d_beta_ref.at[part, batch, head, rows], d_beta)
-        state, d_state = (load(ref.at[batch, head, chunk, features]) for ref in (states_ref, d_states_ref))
-        reads = lambda ref, state: dot(load(ref.at[batch, rows, head]), state, over=(1, 1))
-        since, until = (_power(_sums(which, decay)) for which in (column <= row, column > row))
-        of_query, of_key = scale * since * reads(d_out_ref, state), -since * reads(d_v_ref, state)
-        left = until * reads(written_ref, d_state)
-        fade = load(fade_ref.at[batch, head, chunk, features])
-        fade *= jnp.sum(state.astype(jnp.float32) * d_state.astype(jnp.float32), axis=1)
-        # A decay is in the sums of its token and those after it, and it decays what tokens before it leave to the end.
-        d_total += q * of_query + k * of_key
-        d_decay = _sums(column >= row, d_total) + _sums(column < row, k * left) + fade[None, :]
-        given = load(decay_ref.at[batch, rows, head, features])
-        held = (load(begins_ref.at[batch, rows])[:, None] > 0) | (given < STRONGEST)
-        store(d_decay_ref.at[batch, rows, head, features], jnp.where(held, 0, d_decay))
-        return d_q + of_query + own * k, d_k + of_key + left + own * q
-
-    zeros = jnp.zeros((CHUNK, size["dim"]), jnp.float32)
-    d_q, d_k = lax.fori_loop(0, group, of_head, (zeros, zeros))
-    store(d_q_ref.at[batch, rows, kv_head, features], d_q.astype(d_q_ref.dtype))
-    store(d_k_ref.at[batch, rows, kv_head, features], d_k.astype(d_k_ref.dtype))
+    zeros = [jnp.zeros((CHUNK, size["dim"]), jnp.float32)] * 3
+    d_q, d_k, d_total, d_beta = lax.fori_loop(0, LEVELS, of_level, (*zeros, jnp.zeros(CHUNK, jnp.float32)))
+    store(d_beta_ref.at[part, *of_head, rows], d_beta)
+    state, d_state = (load(ref.at[*of_head, chunk, features]) for ref in (states_ref, d_states_ref))
+    reads = lambda ref, state: dot(load(ref.at[batch, rows, head]), state, over=(1, 1))
+    since, until = (_power(_sums(which, decay)) for which in (column <= row, column > row))
+    of_query, of_key = scale * since * reads(d_out_ref, state), -since * reads(d_v_ref, state)
+    left = until * reads(written_ref, d_state)
+    d_q += of_query + own * k
+    d_k += of_key + left + own * q
+    store(d_q_ref.at[batch, rows, head, features], d_q.astype(d_q_ref.dtype))
+    store(d_k_ref.at[batch, rows, head, features], d_k.astype(d_k_ref.dtype))
+    # A decay is in the sums of its token and those after it, and it decays what tokens before it leave to the end.
+    d_total += q * of_query + k * of_key
+    fade = load(fade_ref.at[*of_head, chunk, features])
+    fade *= jnp.sum(state.astype(jnp.float32) * d_state.astype(jnp.float32), axis=1)
+    d_decay = _sums(column >= row, d_total) + _sums(column < row, k * left) + fade[None, :]
+    given = load(decay_ref.at[batch, rows, head, features])
+    held = (load(begins_ref.at[batch, rows])[:, None] > 0) | (given < STRONGEST)
+    store(d_decay_ref.at[batch, rows, head, features], jnp.where(held, 0, d_decay))
 
 
 def _rows(chunk: Array) -> Any:
@@ -489,9 +474,17 @@ def _logarithms(
 
 
 def _sums(which: Bool[Array, "rows tokens"], x: Float[Array, "tokens dim"]) -> Float[Array, "rows dim"]:
-    """Sums some tokens of x for each row, as two numbers in bfloat16 each, so with 16 bits."""
-    matrix, high = which.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
-    return dot(matrix, high) + dot(matrix, (x - high.astype(jnp.float32)).astype(jnp.bfloat16))
+    """Sums some tokens of x for each row."""
+    high, low = _halves(x)
+    return dot(which.astype(high.dtype), high) + dot(which.astype(low.dtype), low)
+
+
+def _halves(x: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """Returns two numbers in bfloat16 whose sum has 16 bits of x."""
+    high = x.astype(jnp.bfloat16)
+    # On a CPU XLA would take x itself for a number that it has rounded and widens again.
+    seen = lax.reduce_precision(x, 8, 7) if device().platform == "cpu" else high.astype(jnp.float32)
+    return high, (x - seen).astype(jnp.bfloat16)
 
 
 def _power(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
