@@ -274,7 +274,7 @@ def _forward_kernel(
         written = load(v_ref.at[batch, rows, head, columns]).astype(jnp.float32) - dot(key, before)
         written *= load(beta_ref.at[*of_head, rows])[:, None]
         written += dot(load(inverse_ref.at[*of_head, rows]), written.astype(key.dtype))
-        # Here e Q and r K have been rounded. With V' rounded, too, outputs would be less exact than with one decay a head.
+        # As e Q and r K are rounded, V' is not, or outputs would be less exact than with one decay a head.
         pairs, out = load(pairs_ref.at[*of_head, rows]), dot(query, before)
         state *= load(fade_ref.at[*of_head, chunk])[:, None]
         for piece in _halves(written):
