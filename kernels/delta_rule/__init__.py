@@ -50,10 +50,11 @@ def delta_rule(
     - "tpu": the same, with a scan over the chunks in Pallas for TPUs. "triton": with a scan for NVIDIA GPUs. On a CPU
       both are interpreted.
     - "triton_fused": the same in five kernels for NVIDIA's Hopper and Blackwell GPUs, for q, k and v in bfloat16 and
-      one decay a head. Products are in bfloat16, with sums and states in float32.
+      one decay a head. Products are in bfloat16, with sums and states in float32. "triton_channels": the same for a
+      decay of each channel.
     - "invariant": "reference" on CPUs, for any number of tokens, so that a token's bits do not depend on it.
 
-    None chooses by rank (`kernels.dispatch`): "triton_fused", "triton" or "tpu" on their devices if they take the
+    None chooses by rank (`kernels.dispatch`): the kernels for GPUs or "tpu" on their devices if they take the
     arguments, else "xla", and "reference" for at most 16 tokens and for float64. The decode step is an operation of
     its own, "delta_step".
 

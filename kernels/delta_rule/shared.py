@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float
 CHUNK = 64  # tokens
 # The names, for policies of jax.checkpoint, of the outputs, and of the states before the chunks.
 OUT, STATES = "delta_out", "delta_states"
+LEVELS = CHUNK.bit_length() - 1  # the number of times that a chunk can be halved
 BLOCK = 16  # tokens: between two such blocks a channel's decay is split into two factors, neither above 1
 
 
@@ -63,6 +64,22 @@ def fused_products(kernel: str, dim: int, v_dim: int, *, erase: bool) -> int:
         "backward": state_products(dim, v_dim, erase=erase) + (1 + erase) * CHUNK * v_dim,
         "values": CHUNK * v_dim + erase * (dim * v_dim + 2 * CHUNK * v_dim + CHUNK * (2 * CHUNK + dim)),
         "keys": state_products(dim, v_dim, erase=erase) + (2 + 2 * erase) * CHUNK * dim,
+    }
+    return counts[kernel]
+
+
+def channel_products(kernel: str, dim: int, v_dim: int) -> int:
+    """Counts the multiply-adds of one token of one head in a kernel of `kernels.delta_rule.triton_channels`.
+
+    A sum of decays is two products in bfloat16, and so are the products of what was written.
+    """
+    state, within = dim * v_dim, CHUNK * v_dim
+    counts = {
+        "pairs": CHUNK * dim * (4 + 4 * LEVELS) + LEVELS * 2 * CHUNK * CHUNK,
+        "forward": 4 * state + 3 * within,
+        "backward": 3 * state + 2 * within,
+        "values": state + 3 * within + 2 * CHUNK * CHUNK,
+        "keys": 3 * state + CHUNK * dim * (8 + 6 * LEVELS),
     }
     return counts[kernel]
 

@@ -52,6 +52,11 @@ def refusal(
     """Returns why this implementation cannot take these arguments of `delta_rule`, or None if it can."""
     if decay.ndim == 4:
         return "it has one decay for a head, and here each channel has its own"
+    return unfit(q, k, v)
+
+
+def unfit(q: Array, k: Array, v: Array) -> str | None:
+    """Returns why kernels for bfloat16 cannot take these vectors on this device, or None if they can."""
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         dtypes = sorted({x.dtype.name for x in (q, k, v)})
         return f"it is for bfloat16, and q, k and v are {' and '.join(dtypes)}"

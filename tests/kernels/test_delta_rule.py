@@ -254,9 +254,9 @@ def test_half_precision_is_rounded_once():
 HALF_SEGMENTS = np.stack([np.repeat([1, 2, 3, 0], [38, 1, 48, 13]), np.repeat([5, 4], [64, 36])])
 
 
-def in_half(segments, heads, v_heads, dim, v_dim, *, strength):
+def in_half(segments, heads, v_heads, dim, v_dim, *, strength, channels=False):
     """Returns q, k and v in bfloat16, decay, beta and the first state, then the gradients of the two results. Half of
-    the decays have this strength at most, and the others are weak.
+    the decays, of heads or of channels, have this strength at most, and the others are weak.
     """
     random, (batch, seq) = np.random.default_rng(7), segments.shape
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
@@ -264,7 +264,8 @@ def in_half(segments, heads, v_heads, dim, v_dim, *, strength):
     q, k = (unit(normal(batch, seq, heads, dim)) for _ in range(2))
     v, d_out = (normal(batch, seq, v_heads, v_dim) for _ in range(2))
     state, d_last = (normal(batch, v_heads, dim, v_dim).astype(np.float32) for _ in range(2))
-    decay, beta = -0.1 * random.random((batch, seq, v_heads)), 2 * random.random((batch, seq, v_heads))
+    decay = -0.1 * random.random((batch, seq, v_heads, *((dim,) if channels else ())))
+    beta = 2 * random.random((batch, seq, v_heads))
     decay = np.where(random.random(decay.shape) < 0.5, strength, 1) * decay
     q, k, v, d_out = (x.astype(jnp.bfloat16) for x in (q, k, v, d_out))
     return (q, k, v, decay.astype(np.float32), beta.astype(np.float32), state), (d_out, d_last)
@@ -287,13 +288,13 @@ def run_half(implementation, erase, given, gradients, segments):
     return *out, *pull(gradients)
 
 
-def hold_half(segments, *sizes, strength, erase=True):
-    """Compares the fused kernels' results and gradients with those of single tokens in float32."""
-    given, gradients = in_half(segments, *sizes, strength=strength)
+def hold_half(implementation, segments, *sizes, strength, erase=True):
+    """Compares fused kernels' results and gradients with those of single tokens in float32."""
+    given, gradients = in_half(segments, *sizes, strength=strength, channels=implementation == "triton_channels")
     for x in given[:-1]:
         x[segments == 0] = np.nan
     exact = (*(x.astype(np.float32) for x in given[:3]), *given[3:])
-    ours = jax.device_get(run_half("triton_fused", erase, given, gradients, segments))
+    ours = jax.device_get(run_half(implementation, erase, given, gradients, segments))
     theirs = jax.device_get(run_half("reference", erase, exact, gradients, segments))
     for n, (name, one, other) in enumerate(zip(NAMES, ours, theirs, strict=True)):
         if name == "out":
@@ -301,42 +302,63 @@ def hold_half(segments, *sizes, strength, erase=True):
         assert error(one, np.asarray(other, np.float64)) < (4e-3 if n < 2 else 1e-2), name
 
 
+HEADS_OF = {"triton_fused": (1, 2), "triton_channels": (2, 2)}  # of keys and of values; those with channels share none
+
+
+@pytest.mark.parametrize("implementation", HEADS_OF)
 @pytest.mark.parametrize("strength", [1.0, 1e6])
-def test_fused_kernels(strength):
-    """Outputs, states and gradients are right with packed documents, padding, groups, states, widths that are no powers
-    of two, and decays of any size.
+def test_fused_kernels(implementation, strength):
+    """Outputs, states and gradients are right with packed documents, padding, groups of heads, states, widths that are
+    no powers of two, and decays of any size.
     """
-    hold_half(HALF_SEGMENTS, 1, 2, 24, 20, strength=strength)
+    hold_half(implementation, HALF_SEGMENTS, *HEADS_OF[implementation], 24, 20, strength=strength)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "erase"),
-    [((1, 2, 128, 128), True), ((2, 2, 64, 256), True), ((1, 3, 128, 64), False), ((1, 1, 16, 16), False)],
+    ("implementation", "sizes", "erase"),
+    [
+        ("triton_fused", (1, 2, 128, 128), True),
+        ("triton_fused", (2, 2, 64, 256), True),
+        ("triton_fused", (1, 3, 128, 64), False),
+        ("triton_fused", (1, 1, 16, 16), False),
+        ("triton_channels", (1, 1, 128, 128), True),
+    ],
 )
-def test_fused_kernels_of_models_sizes(sizes, erase):
-    hold_half(np.repeat([[1, 2]], [100, 284], axis=1), *sizes, strength=100.0, erase=erase)
+def test_fused_kernels_of_models_sizes(implementation, sizes, erase):
+    hold_half(implementation, np.repeat([[1, 2]], [100, 284], axis=1), *sizes, strength=100.0, erase=erase)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="leaves it to XLA to remove a kernel that nobody reads")
-def test_fused_kernels_run_once_where_a_policy_saves_their_results():
+@pytest.mark.parametrize("implementation", HEADS_OF)
+def test_fused_kernels_run_once_where_a_policy_saves_their_results(implementation):
     """Without the names the forward loop runs a second time, in the backward pass."""
-    given, _ = in_half(HALF_SEGMENTS, 1, 2, 32, 32, strength=1.0)
+    heads, channels = HEADS_OF[implementation], implementation == "triton_channels"
+    given, _ = in_half(HALF_SEGMENTS, *heads, 32, 32, strength=1.0, channels=channels)
 
     def loops(policy):
-        rule = lambda *x: kernels.delta_rule(*x[:-1], state=x[-1], scale=SCALE, implementation="triton_fused")[0]
+        rule = lambda *x: kernels.delta_rule(*x[:-1], state=x[-1], scale=SCALE, implementation=implementation)[0]
         layer = jax.checkpoint(lambda *x: jnp.sin(rule(*x)), policy=policy)
         text = str(jax.make_jaxpr(jax.grad(lambda *x: layer(*x).astype(jnp.float32).sum()))(*given))
-        return [text.count(f"name=delta_rule_fused_{kernel}") for kernel in ("forward", "backward")]
+        name = implementation.replace("triton", "name=delta_rule")
+        return [text.count(f"{name}_{kernel}") for kernel in ("forward", "backward")]
 
     assert loops(jax.checkpoint_policies.nothing_saveable) == [2, 1]
     assert loops(jax.checkpoint_policies.save_only_these_names(shared.OUT, shared.STATES)) == [1, 1]
 
 
-@pytest.mark.parametrize("erase", [True, False])
-def test_operations_of_the_fused_kernels_are_those_that_are_counted(erase):
-    given, _ = in_half(HALF_SEGMENTS, 1, 2, 32, 32, strength=1.0)
-    options = dict(scale=SCALE, erase=erase, implementation="triton_fused")
+@pytest.mark.parametrize(
+    ("implementation", "erase", "counted"),
+    [
+        ("triton_fused", True, functools.partial(shared.fused_products, erase=True)),
+        ("triton_fused", False, functools.partial(shared.fused_products, erase=False)),
+        ("triton_channels", True, shared.channel_products),
+    ],
+)
+def test_operations_of_the_fused_kernels_are_those_that_are_counted(implementation, erase, counted):
+    heads, channels = HEADS_OF[implementation], implementation == "triton_channels"
+    given, _ = in_half(HALF_SEGMENTS, *heads, 32, 32, strength=1.0, channels=channels)
+    options = dict(scale=SCALE, erase=erase, implementation=implementation)
     rule = lambda *x: kernels.delta_rule(*x[:-1], state=x[-1], **options)[0]
     jaxpr = jax.make_jaxpr(jax.grad(lambda *x: rule(*x).astype(jnp.float32).sum(), argnums=(0, 5)))(*given).jaxpr
 
@@ -357,7 +379,7 @@ def test_operations_of_the_fused_kernels_are_those_that_are_counted(erase):
     def visit(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "pallas_call":
-                (name,) = {*re.findall(r"delta_rule_fused_(?:additive_)?(\w+)", str(eqn.params))}
+                (name,) = {*re.findall(r"delta_rule_(?:fused|channels)_(?:additive_)?(\w+)", str(eqn.params))}
                 found[name] = math.prod(eqn.params["grid_mapping"].grid) * products(eqn.params["jaxpr"])
             else:
                 for inner in jax.extend.core.jaxprs_in_params(eqn.params):
@@ -365,27 +387,30 @@ def test_operations_of_the_fused_kernels_are_those_that_are_counted(erase):
 
     visit(jaxpr)
     tokens = BATCH * 2 * 2 * shared.CHUNK  # of two heads, in two chunks
-    assert (
-        found == {name: tokens * shared.fused_products(name, 32, 32, erase=erase) for name in found} and len(found) == 5
-    )
+    assert found == {name: tokens * counted(name, 32, 32) for name in found} and len(found) == 5
 
 
 @pytest.mark.parametrize(
-    ("of_arrays", "sizes", "reason"),
+    ("implementation", "of_arrays", "sizes", "reason"),
     [
-        ({}, (1, 2, 192, 64), "its keys have at most 128 features and its values 256, and these have 192 and 64"),
-        (dict(by_channel=True), (1, 2, 32, 32), "it has one decay for a head, and here each channel has its own"),
-        (dict(dtype=np.float32), (1, 2, 32, 32), "it is for bfloat16, and q, k and v are float32"),
+        ("fused", {}, (192, 64), "its keys have at most 128 features and its values 256, and these have 192 and 64"),
+        ("fused", dict(channels=True), (32, 32), "it has one decay for a head, and here each channel has its own"),
+        ("fused", dict(dtype=np.float32), (32, 32), "it is for bfloat16, and q, k and v are float32"),
+        ("channels", {}, (32, 32), "it has a decay for each channel, and here a head has one"),
+        ("channels", dict(channels=True, erase=False), (32, 32), "it erases, and here nothing is erased"),
+        ("channels", dict(channels=True, heads=1), (32, 32), "its value heads share no keys, and here 2 share 1"),
+        ("channels", dict(channels=True, dtype=np.float32), (32, 32), "it is for bfloat16, and q, k and v are float32"),
     ],
 )  # fmt: skip
-def test_fused_kernels_refuse(of_arrays, sizes, reason):
-    (q, k, v, decay, beta, _), _ = in_half(HALF_SEGMENTS, *sizes, strength=1.0)
+def test_fused_kernels_refuse(implementation, of_arrays, sizes, reason):
+    channels, erase = of_arrays.get("channels", False), of_arrays.get("erase", True)
+    heads = of_arrays.get("heads", 2)
+    (q, k, v, decay, beta, _), _ = in_half(HALF_SEGMENTS, heads, 2, *sizes, strength=1.0, channels=channels)
     if "dtype" in of_arrays:
         q, k, v = (x.astype(np.float32) for x in (q, k, v))
-    if "by_channel" in of_arrays:
-        decay = np.repeat(decay[..., None], q.shape[3], axis=3)
-    (choice,) = kernels.explain(functools.partial(kernels.delta_rule, scale=SCALE), q, k, v, decay, beta)
-    assert choice.implementation == "xla" and choice.others["triton_fused"] == reason
+    rule = functools.partial(kernels.delta_rule, scale=SCALE, erase=erase)
+    (choice,) = kernels.explain(rule, q, k, v, decay, beta)
+    assert choice.implementation == "xla" and choice.others[f"triton_{implementation}"] == reason
 
 
 @pytest.mark.parametrize("of", [triton, delta_rule_tpu])

@@ -33,7 +33,12 @@ ASKED = {
     "coded_matmul": ("reference", "triton reference", "tpu reference", ""),
     "cross_entropy": ("xla reference", "xla reference", "xla reference", ""),
     "decode_attention": ("xla reference", "triton xla reference", "tpu xla reference", "invariant"),
-    "delta_rule": ("xla reference", "triton_fused triton xla reference", "tpu xla reference", "invariant"),
+    "delta_rule": (
+        "xla reference",
+        "triton_channels triton_fused triton xla reference",
+        "tpu xla reference",
+        "invariant",
+    ),
     "delta_step": ("reference", "triton reference", "tpu reference", "invariant"),
     "quantized_matmul": ("xla reference", "triton xla reference", "tpu xla reference", ""),
     "ragged_dot": ("xla reference", "triton xla reference", "tpu xla reference", "invariant mosaic"),
@@ -220,6 +225,10 @@ CALLS = {
         functools.partial(kernels.delta_rule, scale=1.0),
         [*[bf16(1, 64, 2, 128)] * 2, bf16(1, 64, 4, 128), *[bf16(1, 64, 4)] * 2],
     ),
+    "`delta_rule`, a decay for each channel": (
+        functools.partial(kernels.delta_rule, scale=1.0),
+        [*[bf16(1, 64, 4, 128)] * 3, shape(1, 64, 4, 128), bf16(1, 64, 4)],
+    ),
     "`int8_matmul`, weights only or by blocks": (
         kernels.int8_matmul,
         [bf16(16, 256), shape(256, 256, dtype=jnp.int8), BY_BLOCKS],
@@ -284,7 +293,7 @@ def test_without_pallas_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     monkeypatch.delattr(pallas, "triton", raising=False)
     for folder in ("backends", *dispatch.operations()):
-        for name in ("triton", "triton_fused"):
+        for name in ("triton", "triton_fused", "triton_channels"):
             monkeypatch.delitem(sys.modules, f"kernels.{folder}.{name}", raising=False)
             monkeypatch.delattr(sys.modules.get(f"kernels.{folder}"), name, raising=False)
     monkeypatch.setattr(cudnn, "refusal", lambda *_, **__: "left out")

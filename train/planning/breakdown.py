@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kernels.attention import ALL_PAIRS
-from kernels.delta_rule.shared import fused_products, scan_flops
+from kernels.delta_rule.shared import channel_products, fused_products, scan_flops
 from train.base.chips import Chip
 from train.planning import hlo
 
@@ -363,6 +363,10 @@ def _custom(i: Instruction, home: Computation, seen: float, filled: float, turns
             (*_, dim), (batch, heads, seq) = arrays[0], next(each for each in arrays if len(each) == 3)
             *additive, kernel = pass_.split("_")[1:]
             products = fused_products(kernel, dim, arrays[-1][-1], erase=not additive)
+            return Kernel(RECURRENCE, 2.0 * batch * heads * seq * products, moved, 1)
+        case "delta_rule", pass_ if pass_.startswith("channels_"):
+            (*_, dim), (batch, heads, seq) = arrays[0], next(each for each in arrays if len(each) == 3)
+            products = channel_products(pass_.removeprefix("channels_"), dim, arrays[-1][-1])
             return Kernel(RECURRENCE, 2.0 * batch * heads * seq * products, moved, 1)
         case "delta_rule", _:  # limited by memory, so that the lower rate of TF32 does not matter
             matrices, (*_, v_wide, _) = arrays[1:-2], arrays[-1]  # arrays[-2]: the decay of states
