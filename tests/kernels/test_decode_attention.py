@@ -18,7 +18,7 @@ SINKS = np.array([1.0, -2.0, 5.0, -np.inf], np.float32)
 DECODES = {
     "causal": (dict(seq=1, kv_seq=150, kv_heads=1), {}),
     "all, of a few queries": (dict(seq=3, kv_seq=200, v_dim=32), dict(mask=sliding(50), softcap=4.0, sinks=SINKS)),
-    "chunks, of which one is empty yet": (dict(seq=1, kv_seq=90, kv_heads=4, dim=128), dict(mask=Causal() & Chunk(64))),
+    "chunks, of which one is empty yet": (dict(seq=1, kv_seq=90, kv_heads=4, dim=256), dict(mask=Causal() & Chunk(64))),
     "latents, wider than a register": (dict(seq=2, kv_seq=96, kv_heads=1, dim=160, size=1), dict(v_dim=144)),
     "more queries than one part has": (dict(seq=16, kv_seq=150, heads=10, kv_heads=2), {}),
 }
@@ -32,6 +32,7 @@ DECODES = {
         *((case, "xla") for case in DECODES if case != "causal"),
         *((case, "triton") for case in DECODES if case != "causal"),
         *((case, "tpu") for case in DECODES),
+        *((case, "tpu_columns") for case in DECODES),
         *((case, "invariant") for case in DECODES if case != "causal"),
     ],
 )
@@ -81,7 +82,7 @@ def in_pages(x, slots, table):
 
 @pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("case", ["causal", "all, of a few queries", "latents, wider than a register"])
-@pytest.mark.parametrize("implementation", ["reference", "xla", "triton", "tpu"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton", "tpu", "tpu_columns"])
 def test_decode_of_pages(case, implementation, eight_bits):
     """Pages in any order give what a cache without pages gives. Where a row needs no page its table has any number."""
     shapes, options = DECODES[case]
@@ -118,7 +119,7 @@ def test_decode_of_pages(case, implementation, eight_bits):
 
 
 @pytest.mark.parametrize("case", ["all, of a few queries", "latents, wider than a register"])
-@pytest.mark.parametrize("implementation", ["xla", "triton", "tpu"])
+@pytest.mark.parametrize("implementation", ["xla", "triton", "tpu", "tpu_columns"])
 def test_decode_of_a_cache_in_8_bits(case, implementation):
     """The result equals float64 attention over the integers times their scales. Later slots and other layers have NaN
     scales, and so has, in the end, a slot that only the last query sees.
@@ -184,7 +185,7 @@ def test_gradients_are_the_references():
     given = q, *(np.stack([x, x, x]) for x in (k, v)), SINKS
     expected = jax.device_get(gradients("reference", *given))
     assert expected[1][1, :, :121].all() and not expected[1][[0, 2]].any() and expected[3][:3].all()
-    for implementation in ("xla", "triton", "tpu"):
+    for implementation in ("xla", "triton", "tpu", "tpu_columns"):
         for actual, of_reference in zip(gradients(implementation, *given), expected, strict=True):
             np.testing.assert_allclose(actual, of_reference, rtol=1e-6, atol=1e-6)
 
