@@ -27,9 +27,7 @@ STRIP = 32  # features that are processed at a time
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8)
 
 
-def refusal(
-    stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array, row: Array, slot: Array
-) -> str | None:
+def refusal(stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array, row: Array, slot: Array) -> str | None:
     """Returns why this implementation cannot take these arguments of `cache_write`, or None if it can."""
     del layer, row
     if slot.size > LANES:

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -148,7 +149,9 @@ def decode_attention(
         strict=True,
     )
     out = pl.pallas_call(
-        functools.partial(_kernel, Formula(scale, mask, softcap), kv_seq * pieces * kv_heads, pieces, kv_heads, k.parts),
+        functools.partial(
+            _kernel, Formula(scale, mask, softcap), kv_seq * pieces * kv_heads, pieces, kv_heads, k.parts
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, parts, longest),
@@ -186,8 +189,10 @@ def _in_parts(queries: int, parts: int, x: Shaped[Array, "batch seq heads ..."])
 def _flat(pieces: int, x: Stacked) -> Shaped[Array, "layers rows columns width"]:
     """Returns the stack with a row for each piece of each head's vector, in the order in which they are stored."""
     layers, rows, slots, heads, dim = x.stack.shape
-    split = x.stack.reshape(layers, rows, slots, heads, pieces, dim // pieces).swapaxes(3, 4)
-    return split.reshape(layers, rows, slots * pieces * heads, dim // pieces)
+    split = x.stack.reshape(layers, rows, slots, heads, pieces, dim // pieces)
+    if pieces > 1 and device().platform == "tpu":  # otherwise XLA orders 8-bit numbers by slots, and copies them twice
+        split = with_layout_constraint(split, Layout((0, 1, 2, 4, 3, 5)))
+    return split.swapaxes(3, 4).reshape(layers, rows, slots * pieces * heads, dim // pieces)
 
 
 def _kv_heads(
@@ -266,12 +271,11 @@ def _kernel(
     `top` and `total` are the maximum and the denominator of each head's softmax so far, repeated over a register's
     width, and `sum` the weighted sum of values. The last scratch arrays are for `few` keys: keys and values with zeros
     for numbers that are not finite, and the count of these zeros in each lane. If the values are the first features of
-    the keys, `v_refs` and `finite_v_refs` are empty. In 8 bits only scales may be not finite.
+    the keys, `v_refs` and `finite_v_refs` are empty. In 8 bits only scales may be not finite. With several pieces a row
+    of keys and values is one of them.
     """
     del places  # used to choose the blocks
     b, j, columns, few = pl.program_id(0), pl.program_id(2), len(k_ref), len(changed_ref)
-    # A number of a further piece, in the column of the first; and the other way round.
-    forward, back = (lambda x, n: _turned(x, -n * kv_heads)), (lambda x, n: _turned(x, n * kv_heads))
     finite_v_ref = (*finite_v_refs, finite_k_ref)[0]
 
     @pl.when(j == 0)
@@ -291,7 +295,7 @@ def _kernel(
                 x = _scaled_product(formula.scale, k_parts, q_ref, finite_k_ref, scale_refs[0], at, v_scale)
             else:
                 k_scale = formula.scale * scale_refs[0][:1, at] + 0 * v_scale
-                x = k_scale * _product_of_pieces(pieces, forward, q_ref, finite_k_ref)
+                x = k_scale * _product_of_pieces(pieces, kv_heads, q_ref, finite_k_ref)
         else:
             v_scale = None
             changed_ref[...] = jnp.zeros_like(changed_ref)
@@ -300,8 +304,8 @@ def _kernel(
                 _clean(v_ref, i * few, finite_v_ref, changed_ref)
             # Sums by a product with ones, because its result is a row and not a column.
             spoilt = dot(jnp.ones((1, LANES), q_ref.dtype), changed_ref[...].astype(q_ref.dtype), 1, 1)
-            spoilt = sum(forward(spoilt, n) for n in range(pieces))
-            x = formula.scale * _product_of_pieces(pieces, forward, q_ref, finite_k_ref)
+            spoilt = sum(_turned(spoilt, -n * kv_heads) for n in range(pieces))
+            x = formula.scale * _product_of_pieces(pieces, kv_heads, q_ref, finite_k_ref)
             x = jnp.where(spoilt > 0, jnp.nan, x)
         if formula.softcap is not None:
             x = formula.softcap * jnp.tanh(x / formula.softcap)
@@ -310,7 +314,8 @@ def _kernel(
         start = schedule.order[row_of(b, schedule.order), j] * columns + i * few
         seen &= start + lax.broadcasted_iota(jnp.int32, (1, few), 1) < all_columns
         seen &= head_of_row[:, :1] == head_of_column[:, at]
-        _accumulate(jnp.where(seen, x, -jnp.inf), finite_v_ref, v_scale, pieces, back, top_ref, total_ref, sum_ref)
+        x = jnp.where(seen, x, -jnp.inf)
+        _accumulate(x, finite_v_ref, v_scale, pieces, kv_heads, top_ref, total_ref, sum_ref)
 
     steps = jnp.where(j < schedule.met[row_of(b, schedule.met)], columns // few, 0)
     lax.fori_loop(0, steps, add, None)
@@ -325,11 +330,11 @@ def _turned(x: Float[Array, "rows few"], columns: int) -> Float[Array, "rows few
     return pltpu.roll(x, columns % x.shape[1], axis=1) if columns else x
 
 
-def _product_of_pieces(pieces: int, forward: Any, q_ref: Any, k_ref: Any) -> Float[Array, "rows few"]:
+def _product_of_pieces(pieces: int, kv_heads: int, q_ref: Any, k_ref: Any) -> Float[Array, "rows few"]:
     """Multiplies queries and keys. The logits stand in the columns of the keys' first pieces."""
     width = q_ref.shape[1] // pieces
     of_piece = lambda n: dot(q_ref[:, pl.ds(n * width, width)], k_ref[...], 1, 1)
-    return sum((forward(of_piece(n), n) for n in range(1, pieces)), of_piece(0))
+    return sum((_turned(of_piece(n), -n * kv_heads) for n in range(1, pieces)), of_piece(0))
 
 
 def _scaled_product(
@@ -348,9 +353,15 @@ def _scaled_product(
 
 
 def _accumulate(
-    x: Float[Array, "rows few"], v_ref: Any, v_scale: Array | None, pieces: int, back: Any, top_ref: Any, total_ref: Any,
+    x: Float[Array, "rows few"],
+    v_ref: Any,
+    v_scale: Array | None,
+    pieces: int,
+    kv_heads: int,
+    top_ref: Any,
+    total_ref: Any,
     sum_ref: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Adds keys with these logits, and their values, to the softmax and the sum so far."""
     top = top_ref[...]
     new_top = jnp.maximum(top, x.max(axis=1, keepdims=True))
@@ -361,7 +372,7 @@ def _accumulate(
         weights *= jnp.where(jnp.abs(v_scale) < jnp.inf, v_scale, 0)
     for n, piece in enumerate(_pieces(sum_ref)):
         # Either a piece of the values has columns of its own, or all pieces are in one row.
-        of_piece, features = (back(weights, n), slice(None)) if pieces > 1 else (weights, piece)
+        of_piece, features = (_turned(weights, n * kv_heads), slice(None)) if pieces > 1 else (weights, piece)
         new = dot(of_piece.astype(v_ref.dtype), v_ref[:, features], 1, 0)
         sum_ref[:, piece] = sum_ref[:, piece] * fade[:, : piece.size] + new
 

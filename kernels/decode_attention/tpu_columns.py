@@ -35,9 +35,7 @@ RANK = 1
 MOST = 512  # columns at a time
 
 
-def refusal(
-    q: Float[Array, "batch seq heads dim"], k: Stacked, v: Stacked | None, **_: object
-) -> str | None:
+def refusal(q: Float[Array, "batch seq heads dim"], k: Stacked, v: Stacked | None, **_: object) -> str | None:
     """Returns why this implementation cannot take these arguments of `decode_attention`, or None if it can."""
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"it computes in float32 and bfloat16, and q is {q.dtype}"

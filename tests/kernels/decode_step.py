@@ -29,10 +29,12 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from kernels.backends.compile_options import compile_options
+from kernels.backends.device import device
 from tests.kernels.gpu import mesh_of
 from tests.kernels.tpu import CHIPS, ENVIRONMENT
 from train.planning import breakdown, hlo
 from zoo import registry
+from zoo.generation.decoding import PAGE, TPU_PAGE
 from zoo.nn.cache import init_cache
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.recurrent import RecurrentCache
@@ -60,7 +62,7 @@ class Step(NamedTuple):
     quantize: str | None = None
     widen: int = 0  # tokens that may be rolled back
     changes: dict[str, Any] | None = None  # fields of the config
-    pages: int | None = None  # of 64 slots, which the rows share
+    pages: int | None = None  # which the rows share
 
 
 class Result(NamedTuple):
@@ -177,7 +179,8 @@ def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, ...]]:
         model = eqx.filter_eval_shape(as_stored, model, step.quantize)
     elif step.quantize:
         model = eqx.filter_eval_shape(quantize, model, step.quantize)
-    options: Any = dict(widen=step.widen) | (dict(pages=lambda window: step.pages) if step.pages else {})
+    slots = TPU_PAGE if device().platform == "tpu" else PAGE
+    options: Any = dict(widen=step.widen) | (dict(pages=lambda window: step.pages, slots=slots) if step.pages else {})
     cache = eqx.filter_eval_shape(lambda m: init_cache(m, step.batch, step.length, step.cache, **options), model)
     vectors = [x for x in jax.tree.leaves(cache) if x.ndim >= 4 and x.shape[-1] >= 16]  # not the scales
     of_layer = [x.size // x.shape[0] * x.dtype.itemsize for x in vectors]

@@ -26,14 +26,21 @@ STEPS = {
     "v6e": [
         Step("qwen3-8b", BATCH, 8192),
         Step("gemma3-27b", BATCH, 8192),
+        Step("gemma3-4b", BATCH, 8192, 6),  # 4 heads of 256 features
+        Step("gpt-oss-20b", BATCH, 8192),
+        Step("llama3.2-1b", BATCH, 8192, queries=5),
+        Step("deepseek-v2-lite", BATCH, 8192),
         Step("qwen3-8b", BATCH, 8192, cache="int8", quantize="int8"),
+        Step("gpt-oss-20b", BATCH, 8192, cache="int8"),
+        Step("deepseek-v2-lite", BATCH, 8192, cache="int8"),
     ],
 }
 
 PAGES = 3001  # no other axis has this size
 KEYS = [Step("qwen3-8b", BATCH, 8192, cache=cache, pages=PAGES) for cache in ("bfloat16", "int8")]
-OTHERS = [Step(name, BATCH, 8192, pages=PAGES) for name in ("deepseek-v3", "gpt-oss-20b")]  # latents, and a window
-PAGED = {"h200": KEYS + OTHERS, "v6e": KEYS}
+LATENTS, WINDOW = (Step(name, BATCH, 8192, pages=PAGES) for name in ("deepseek-v3", "gpt-oss-20b"))
+SMALLER = LATENTS._replace(model="deepseek-v2-lite")  # which fits in a v6e
+PAGED = {"h200": [*KEYS, LATENTS, WINDOW], "v6e": [*KEYS, SMALLER, SMALLER._replace(cache="int8"), WINDOW]}
 
 FEW = dict(vocab_size=512)
 DELTA = Step("qwen3-next-80b-a3b", BATCH, 64, changes=FEW | dict(

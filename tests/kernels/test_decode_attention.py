@@ -190,31 +190,56 @@ def test_gradients_are_the_references():
             np.testing.assert_allclose(actual, of_reference, rtol=1e-6, atol=1e-6)
 
 
-def on_a_tpu(kv_heads, dim, v_dim, dtype):
-    """Returns why "tpu" would not decode over a cache of this dtype. Latents are a `v_dim` other than `dim`."""
+def on_a_tpu(name, kv_heads, dim, v_dim, dtype, slots=128):
+    """Returns why an implementation would not decode over this cache. Latents are a `v_dim` other than `dim`."""
     shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)
     parts = (v_dim, dim - v_dim) if v_dim < dim else (dim,)
-    of_scales = (shape(3, 1, 64, kv_heads * len(parts), dtype=jnp.float32), parts, np.dtype(jnp.bfloat16))
+    of_scales = (shape(3, 1, slots, kv_heads * len(parts), dtype=jnp.float32), parts, np.dtype(jnp.bfloat16))
     cache = Stacked(
-        shape(3, 1, 64, kv_heads, dim, dtype=dtype), shape(dtype=jnp.int32), *of_scales[: 3 * (dtype == jnp.int8)]
+        shape(3, 1, slots, kv_heads, dim, dtype=dtype), shape(dtype=jnp.int32), *of_scales[: 3 * (dtype == jnp.int8)]
     )
     device = AbstractDevice("TPU v6 lite", None, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("device",), abstract_device=device)):
         decode = functools.partial(kernels.decode_attention, scale=SCALE, implementation="xla")
         (choice,) = kernels.explain(decode, shape(1, 1, kv_heads, dim), cache, v_dim if v_dim < dim else cache)
-    return choice.others["tpu"]
+    return choice.others[name]
 
 
 def test_a_cache_that_a_tpu_would_copy_is_refused():
     """Refused caches would be copied, by the compiler's report: all of it in temporary memory, in place of 200 kB."""
     wide, narrow = jnp.bfloat16, jnp.int8
-    for flat in [(8, 128, 128, wide), (4, 128, 128, narrow), (16, 256, 256, wide), (1, 576, 512, wide)]:
-        assert on_a_tpu(*flat) is None
-    for copied in [(8, 64, 64, wide), (12, 128, 128, wide), (4, 256, 256, wide), (2, 128, 128, narrow)]:
-        assert on_a_tpu(*copied) == "XLA would copy a cache of {} heads with {} and {} features to flatten it".format(
-            *copied
-        )
-    assert "XLA would copy" in on_a_tpu(1, 576, 512, narrow) and "XLA would copy" in on_a_tpu(8, 256, 256, narrow)
+    flat = [(8, 128, 128, wide), (4, 128, 128, narrow), (16, 256, 256, wide), (1, 576, 512, wide), (4, 256, 256, wide)]
+    for each in [*flat, (2, 256, 256, wide), (4, 256, 256, narrow), (8, 256, 256, narrow)]:
+        assert on_a_tpu("tpu", *each) is None
+    reason = "XLA would copy a cache of {} heads with {} and {} features to flatten it"
+    for copied in [(8, 64, 64, wide), (12, 128, 128, wide), (2, 128, 128, narrow)]:
+        assert on_a_tpu("tpu", *copied) == reason.format(*copied)
+    assert on_a_tpu("tpu", 1, 576, 512, narrow) == reason.format(1, 576, 576)
+    columns = [(8, 64, 64, wide), (8, 64, 64, narrow), (1, 576, 512, wide), (1, 576, 512, narrow), (3, 80, 80, wide)]
+    for each in columns:
+        assert on_a_tpu("tpu_columns", *each) is None
+    reason = "a TPU does not store {} slots of {} features as columns"
+    assert on_a_tpu("tpu_columns", 8, 64, 64, wide, slots=64) == reason.format(64, 64)
+    assert on_a_tpu("tpu_columns", 8, 128, 128, wide) == reason.format(128, 128)
+    assert on_a_tpu("tpu_columns", 3, 80, 80, narrow) == reason.format(128, 80)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_tokens_are_written_by_columns(dtype):
+    """Neighbouring tokens, a block's first and last one, and tokens that have no place: all as by the scatter."""
+    random = np.random.RandomState(0)
+    numbers = lambda *shape: jnp.asarray(random.randint(-99, 99, shape), dtype)
+    stores = numbers(2, 3, 256, 2, 32), numbers(2, 3, 256, 5)
+    new = numbers(3, 4, 2, 32), numbers(3, 4, 5)
+    row, slot = jnp.array([[2], [9], [0]]), jnp.array([[126, 127, 128, 129], [0, 1, 2, 3], [255, 256, 300, 0]])
+    given = stores, new, jnp.array(1), row, slot
+    written, expected = (
+        jax.jit(functools.partial(kernels.cache_write, implementation=name), compiler_options=QUICK)(*given)
+        for name in ("tpu", "reference")
+    )
+    for ours, theirs, before in zip(written, expected, stores, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert (np.asarray(ours) != np.asarray(before)).any(axis=tuple(range(3, ours.ndim))).sum() == 6
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
