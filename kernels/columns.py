@@ -19,10 +19,11 @@ LANES = 128  # numbers in a row of a register
 def are_columns(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
     """Whether an array [layers, rows, slots, *heads, dim] is stored by a TPU as [layers, rows, *heads, dim, slots].
 
-    The conditions are the compiler's: either order must fill whole tiles, of 8 x 128, in 8 bits of 32 x 128.
+    The conditions are the compiler's: tiles of 8 x 128 have to be full, in 8 bits of 32 x 128. Scales, which have no
+    axis of features, may leave one in part.
     """
     slots, dim = shape[2], shape[-1]
-    whole = dim % (32 if jnp.dtype(dtype).itemsize == 1 else 8) == 0 or len(shape) == 4
+    whole = dim % 32 == 0 if jnp.dtype(dtype).itemsize == 1 else dim % 8 == 0 or len(shape) == 4
     return slots % LANES == 0 and dim % LANES != 0 and whole
 
 

@@ -118,17 +118,21 @@ def results(text: str, least: float = 1e5) -> list[Result]:
     found: list[Result] = []
 
     def visit(name: str, times: int) -> None:
+        starts = (m for line in computations[name] if (m := hlo.INSTRUCTION.match(line)) and m[3] == "copy-start")
+        fast = {m[1] for m in starts if "S(1)" in m[2]}
         for line in computations[name]:
             if not (match := hlo.INSTRUCTION.match(line)):
                 continue
-            made, shape, kind, _ = match.groups()
+            made, shape, kind, operands = match.groups()
             if kind in ("while", "conditional", "call"):
                 trips = hlo.trips(line, computations) if kind == "while" else 1
                 for one, several in hlo.CALLED.findall(line):
                     for called in [one] if one else re.findall(r"[\w.-]+", several):
                         if f"condition=%{called}" not in line and f"condition={called}" not in line:
                             visit(called, times * trips)
-            # Neither data that a TPU moves into its fast memory, S(1), nor cuBLAS's workspace is a copy.
+            # Neither data that a TPU moves into its fast memory, S(1), or back, nor cuBLAS's workspace is a copy.
+            if kind == "copy-done" and operands.lstrip("%") in fast:
+                continue
             kept = re.sub(r"\w+\[[\d,]*\]\{[^}]*S\(1\)\}|s8\[\d+\]", "", shape)
             size = hlo._bytes(kept, kind.endswith("-start"))
             if kind in NAMES or kind in IN_PLACE or kind.endswith("-start") or size < least:
@@ -138,6 +142,9 @@ def results(text: str, least: float = 1e5) -> list[Result]:
                 and (body := re.search(r"calls=%?([\w.-]+)", line))
                 and _in_place(computations[body[1]], shape)
             ):
+                continue
+            aliased = line.partition("output_to_operand_aliasing=")[2].partition(")}")[0].count(":")
+            if kind == "custom-call" and aliased == len(re.findall(r"\w\[[\d,]+\]", kept)):  # all of it in place
                 continue
             found.append(Result(made, kind, re.sub(r"\{[^}]*\}", "", shape), size, times))
 

@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+import zoo
 from tests.kernels.decode_step import Step, measure, needs_gpu_compiler
 from tests.kernels.tpu import needs_libtpu
 
@@ -67,6 +68,8 @@ def test_no_copy_of_a_layers_cache(chip):
     for step, compiled in zip(STEPS[chip], measure(chip, *STEPS[chip]), strict=True):
         of_rows = [x for x in compiled.results if re.search(rf"\[(1,)?{BATCH},\d+,", x.shape)]
         assert of_rows, "there are none with the batch in front"
+        logits = f",{zoo.config(step.model).vocab_size}]"
+        of_rows = [x for x in of_rows if logits not in x.shape]  # more than a small window's cache
         assert [x for x in of_rows if x.kind != "custom-call" and x.bytes >= compiled.cache] == [], step
         assert step.cache != "int8" or compiled.moved < 1.15 * compiled.needed, (step, compiled.moved, compiled.needed)
 

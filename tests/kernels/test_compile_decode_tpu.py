@@ -32,7 +32,8 @@ def case(
     positions, sinks = shape(batch, queries, dtype=jnp.int32), shape(heads, dtype=jnp.float32) if sinks else None
     most = 3 * batch * slots * kv_heads * dim + 1  # neither all heads' logits, nor a part of the cache in a wider dtype
     q = shape(batch, queries, heads, dim)
-    return Case(function, (q, cache, None if v_dim else cache, positions, sinks), most)
+    of_layer = most // 3 * (1 if int8 else 2)
+    return Case(function, (q, cache, None if v_dim else cache, positions, sinks), most, temporary=of_layer)
 
 
 columns = functools.partial(case, implementation="tpu_columns")

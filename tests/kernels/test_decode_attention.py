@@ -32,7 +32,7 @@ DECODES = {
         *((case, "xla") for case in DECODES if case != "causal"),
         *((case, "triton") for case in DECODES if case != "causal"),
         *((case, "tpu") for case in DECODES),
-        *((case, "tpu_columns") for case in DECODES),
+        *((case, "tpu_columns") for case in DECODES if case not in ("causal", "chunks, of which one is empty yet")),
         *((case, "invariant") for case in DECODES if case != "causal"),
     ],
 )

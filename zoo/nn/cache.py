@@ -436,7 +436,8 @@ def _write(store: Array | Int8Vectors, where: tuple[Array, ...], new: Float[Arra
     if not isinstance(store, Int8Vectors):
         return kernels.cache_write((store,), (new,), *where)[0]
     values, scale, parts = _quantized(new, store.parts)
-    return Int8Vectors(*kernels.cache_write((store.values, store.scale), (values, scale), *where), parts)
+    values, scale = kernels.cache_write((store.values, store.scale), (values, scale), *where)
+    return Int8Vectors(values, scale, parts)
 
 
 def _read(
