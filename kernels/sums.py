@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
+FEW = 64  # rows that are looked up one by one on a TPU, where their width fills no register
+LANES = 128  # numbers in a row of a TPU's register
 BLOCK = 128  # sorted rows that one product sums: more cost more arithmetic, fewer add a level of blocks
 
 
@@ -47,7 +49,15 @@ scaled.defvjp(lambda x, scale: (scaled(x, scale), (x, scale)), _scaled_backward)
 @jax.custom_vjp
 def lookup(table: Float[Array, " rows ..."], index: Int[Array, "..."]) -> Float[Array, "..."]:
     """Computes `table[index]`. Rows may be looked up any number of times."""
+    if table.ndim == 2 and table.shape[1] % LANES and 1 < index.size <= FEW:
+        return jax.lax.platform_dependent(table, index, tpu=_one_by_one, default=lambda table, index: table[index])
     return table[index]
+
+
+def _one_by_one(table: Float[Array, "rows width"], index: Int[Array, "..."]) -> Float[Array, "... width"]:
+    """Computes `table[index]` without a gather, for which XLA would copy a table that a TPU stores by its columns."""
+    rows = [jax.lax.dynamic_slice_in_dim(table, each, 1) for each in index.reshape(-1)]
+    return jnp.concatenate(rows).reshape(*index.shape, -1)
 
 
 def _lookup_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:

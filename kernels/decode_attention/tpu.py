@@ -10,6 +10,10 @@ The heads of a slot are neighbouring rows in memory, and a TPU is slow at pickin
 query head is multiplied by the keys of all heads, as one matrix of [slots * kv_heads, dim], and a mask keeps only its
 own head's. The matrix unit has to load each key anyway, and has time for more queries than there are.
 
+Two or four heads of 256 features lie in memory as [slots, 2, heads, 128]: a slot has the first 128 features of all
+heads, then the others. There a row is a piece of a key. Logits are made of all pieces, each turned by as many columns
+as it lies behind the first, in whose columns the logits stay.
+
 For a cache in 8 bits the integers are multiplied without their scales. The keys' scales multiply the logits, and the
 values' scales the weights.
 
@@ -23,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -55,21 +60,30 @@ def refusal(
     widths = (k.shape[3], k.shape[3] if v is None else v_dim)
     if device().platform == "tpu" and not _lies_flat(k.shape[2], *widths, k.stack.dtype.itemsize):
         return f"XLA would copy a cache of {k.shape[2]} heads with {widths[0]} and {widths[1]} features to flatten it"
-    if device().platform == "tpu" and k.table is not None and (columns := k.stack.shape[2] * k.shape[2]) % LANES:
+    columns = k.stack.shape[2] * k.shape[2] * _pieces_of(k, v_dim)
+    if device().platform == "tpu" and k.table is not None and columns % LANES:
         return f"Mosaic takes no block of {columns} positions, as a page of {k.stack.shape[2]} slots has"
+    if device().platform == "tpu" and _pieces_of(k, v_dim) > 1 and columns % LANES:
+        return f"Mosaic turns registers of {LANES} positions, and {columns} of the cache do not fill these"
     return elsewhere("tpu")
 
 
 def _lies_flat(kv_heads: int, dim: int, v_dim: int, itemsize: int) -> bool:
-    """Whether [slots, kv_heads, dim] is stored as [slots * kv_heads, dim] would be, in a TPU's tiles of 8 x 128.
+    """Whether [slots, kv_heads, dim] is stored as the rows of keys, or of pieces of keys, that the kernel reads.
 
-    The conditions are the compiler's: it pads no tile for 1, 2 or 4 heads of 128 features, or in 8 bits for 4 heads.
+    The conditions are the compiler's, which has tiles of 8 x 128. It pads none for 2 or 4 heads, or in 8 bits for 4.
     """
-    one_tile = dim == v_dim == LANES
-    if itemsize == 1:
-        return one_tile and (kv_heads % 8 == 0 or kv_heads == 4)
     whole_rows = dim % LANES == 0 and v_dim % LANES == 0
-    return kv_heads == 1 or (whole_rows and (kv_heads % 8 == 0 or (kv_heads in (2, 4) and one_tile)))
+    if itemsize == 1:
+        return whole_rows and dim == v_dim and (kv_heads % 8 == 0 or kv_heads == 4)
+    return kv_heads == 1 or (whole_rows and (kv_heads % 8 == 0 or (kv_heads in (2, 4) and dim == v_dim)))
+
+
+def _pieces_of(k: Stacked, v_dim: int) -> int:
+    """Returns the number of rows that a key has in memory. One row is whole keys of any width, if no tile is split."""
+    kv_heads, dim = k.shape[2:]
+    split = kv_heads in (2, 4) or (k.stack.dtype.itemsize == 1 and kv_heads % 8 == 0)
+    return dim // LANES if split and dim == v_dim and dim % LANES == 0 else 1
 
 
 # Jitted, so that calls outside jit compile once, too.
@@ -90,34 +104,35 @@ def decode_attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.decode_attention` in Pallas for TPUs."""
     (batch, seq, heads, dim), (_, kv_seq, kv_heads, _) = q.shape, k.shape
-    size = _block_size(k, 0 if v is None else v_dim) if k.table is None else k.stack.shape[2]
+    size = block_size(k, 0 if v is None else v_dim) if k.table is None else k.stack.shape[2]
     schedule = Schedule.of(block_classes(mask, q_tokens, kv_tokens, seq, size)[:, 0])
 
     queries = min(seq, max(1, ROWS // heads))
     parts, rows = pl.cdiv(seq, queries), queries * heads
     by_part = functools.partial(_in_parts, queries, parts)
 
-    columns = size * kv_heads  # a block's columns of logits: one for each key of each head
+    pieces = _pieces_of(k, v_dim)
+    columns = size * pieces * kv_heads  # a block's columns of logits: one for each piece of each key of each head
     few = LANES if columns % LANES == 0 else columns  # columns at a time, so that their logits stay in registers
-    flat = lambda x: x.stack.reshape(*x.stack.shape[:2], x.stack.shape[2] * kv_heads, x.shape[3])
+    flat = functools.partial(_flat, pieces)
     values = [] if v is None else [v]
     # A row that sees no block loads one all the same, so every number has to be a page's.
     table = None if k.table is None else jnp.clip(k.table, 0, k.stack.shape[1] - 1)
     places = jnp.stack([k.layer, *(x.layer for x in values)]), table
-    kv_ids = jax.tree.map(lambda x: jnp.repeat(x, kv_heads, axis=1)[:, None, :], kv_tokens)
+    kv_ids = jax.tree.map(lambda x: jnp.repeat(x, pieces * kv_heads, axis=1)[:, None, :], kv_tokens)
     q_ids = jax.tree.map(lambda x: by_part(jnp.broadcast_to(x[:, :, None, None], (*x.shape, heads, 1))), q_tokens)
-    head_of_column, head_of_row = _kv_heads(kv_heads, heads, size, queries)
+    head_of_column, head_of_row = _kv_heads(pieces, kv_heads, heads, size, queries)
     sink = jnp.full(heads, LOWEST, jnp.float32) if sinks is None else jnp.maximum(sinks.astype(jnp.float32), LOWEST)
     wide = lambda x: jnp.broadcast_to(x, (rows, LANES))
 
     of_part = lambda width: pl.BlockSpec((None, None, rows, width), lambda b, i, j, *_: (b, i, 0, 0))
-    of_q_ids = lambda x: pl.BlockSpec((None, None, rows, 1), lambda b, i, j, *_: (_row(b, x), i, 0, 0))
+    of_q_ids = lambda x: pl.BlockSpec((None, None, rows, 1), lambda b, i, j, *_: (row_of(b, x), i, 0, 0))
     of_keys = lambda n, width: pl.BlockSpec(
-        (None, None, columns, width),
-        lambda b, i, j, s, places: (places[0][n], *_place(b, _block(b, j, s), places[1]), 0),
+        (None, None, columns, width // pieces),
+        lambda b, i, j, s, places: (places[0][n], *place_of(b, block_of(b, j, s), places[1]), 0),
     )
-    of_scale = lambda x: pl.BlockSpec((None, len(x.parts), columns), lambda b, i, j, s, _: (b, 0, _block(b, j, s)))
-    of_ids = lambda x: pl.BlockSpec((None, 1, columns), lambda b, i, j, s, _: (_row(b, x), 0, _block(b, j, s)))
+    of_scale = lambda x: pl.BlockSpec((None, len(x.parts), columns), lambda b, i, j, s, _: (b, 0, block_of(b, j, s)))
+    of_ids = lambda x: pl.BlockSpec((None, 1, columns), lambda b, i, j, s, _: (row_of(b, x), 0, block_of(b, j, s)))
     of_all = lambda *shape: pl.BlockSpec(shape, lambda b, i, j, *_: (0, 0))
     scaled = [] if k.scale is None else [k, *values]
     longest = jnp.maximum(schedule.met.max(), 1)  # the grid's steps for a row
@@ -126,7 +141,7 @@ def decode_attention(
         (q_ids, jax.tree.map(of_q_ids, q_ids)),
         (flat(k), of_keys(0, dim)),
         ([flat(x) for x in values], [of_keys(1, v_dim) for _ in values]),
-        ([_scale_of(x) for x in scaled], [of_scale(x) for x in scaled]),
+        ([_scale_of(pieces, x) for x in scaled], [of_scale(x) for x in scaled]),
         (kv_ids, jax.tree.map(of_ids, kv_ids)),
         (head_of_column, of_all(1, columns)),
         (wide(head_of_row), of_all(rows, LANES)),
@@ -134,7 +149,9 @@ def decode_attention(
         strict=True,
     )
     out = pl.pallas_call(
-        functools.partial(_kernel, Formula(scale, mask, softcap), kv_seq * kv_heads, k.parts),
+        functools.partial(
+            _kernel, Formula(scale, mask, softcap), kv_seq * pieces * kv_heads, pieces, kv_heads, k.parts
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, parts, longest),
@@ -144,8 +161,8 @@ def decode_attention(
                 pltpu.VMEM((rows, LANES), jnp.float32),
                 pltpu.VMEM((rows, LANES), jnp.float32),
                 pltpu.VMEM((rows, v_dim), jnp.float32),
-                pltpu.VMEM((few, dim), q.dtype),
-                [pltpu.VMEM((few, v_dim), q.dtype) for _ in values],
+                pltpu.VMEM((few, dim // pieces), q.dtype),
+                [pltpu.VMEM((few, v_dim // pieces), q.dtype) for _ in values],
                 pltpu.VMEM((few, LANES), jnp.float32),
             ],
         ),
@@ -155,7 +172,7 @@ def decode_attention(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
-        cost_estimate=_cost(q, k, v, v_dim, parts),
+        cost_estimate=cost(q, k, v, v_dim, parts),
     )(schedule, places, *arrays)
     return out.reshape(batch, parts * queries, heads, v_dim)[:, :seq]
 
@@ -169,16 +186,26 @@ def _in_parts(queries: int, parts: int, x: Shaped[Array, "batch seq heads ..."])
     return x.reshape(x.shape[0], parts, queries * x.shape[2], -1)
 
 
+def _flat(pieces: int, x: Stacked) -> Shaped[Array, "layers rows columns width"]:
+    """Returns the stack with a row for each piece of each head's vector, in the order in which they are stored."""
+    layers, rows, slots, heads, dim = x.stack.shape
+    split = x.stack.reshape(layers, rows, slots, heads, pieces, dim // pieces)
+    if pieces > 1 and device().platform == "tpu":  # otherwise XLA orders 8-bit numbers by slots, and copies them twice
+        split = with_layout_constraint(split, Layout((0, 1, 2, 4, 3, 5)))
+    return split.swapaxes(3, 4).reshape(layers, rows, slots * pieces * heads, dim // pieces)
+
+
 def _kv_heads(
-    kv_heads: int, heads: int, slots: int, queries: int
+    pieces: int, kv_heads: int, heads: int, slots: int, queries: int
 ) -> tuple[Int[Array, "1 columns"], Int[Array, "rows 1"]]:
-    """Returns the key/value head of each column, and of each row."""
-    of_columns = jnp.tile(jnp.arange(kv_heads, dtype=jnp.int32), slots)[None]
+    """Returns the key/value head of each column, and of each row. A column of a further piece has none: -1."""
+    of_slot = jnp.pad(jnp.arange(kv_heads, dtype=jnp.int32), (0, (pieces - 1) * kv_heads), constant_values=-1)
+    of_columns = jnp.tile(of_slot, slots)[None]
     of_rows = jnp.tile(jnp.repeat(jnp.arange(kv_heads, dtype=jnp.int32), heads // kv_heads), queries)[:, None]
     return of_columns, of_rows
 
 
-def _cost(q: Array, k: Stacked, v: Stacked | None, v_dim: int, parts: int) -> pl.CostEstimate:
+def cost(q: Array, k: Stacked, v: Stacked | None, v_dim: int, parts: int) -> pl.CostEstimate:
     """Estimates the cost, with the whole cache read once for each part."""
     (_, seq, heads, dim), (batch, kv_seq, kv_heads, _) = q.shape, k.shape
     pairs = batch * seq * heads * kv_seq * kv_heads
@@ -188,34 +215,37 @@ def _cost(q: Array, k: Stacked, v: Stacked | None, v_dim: int, parts: int) -> pl
     )
 
 
-def _row(b: Any, x: Any) -> Any:
+def row_of(b: Any, x: Any) -> Any:
     """Returns the row of an array that is row b's; the array may have one row for the whole batch."""
     return jnp.minimum(b, x.shape[0] - 1)
 
 
-def _block(b: Any, j: Any, schedule: Any) -> Any:
+def block_of(b: Any, j: Any, schedule: Any) -> Any:
     """Returns the j-th block that row b visits, or its last one again."""
-    at = _row(b, schedule.met)
+    at = row_of(b, schedule.met)
     return schedule.order[at, jnp.clip(j, 0, jnp.maximum(schedule.met[at] - 1, 0))]
 
 
-def _place(b: Any, block: Any, table: Any) -> tuple[Any, Any]:
+def place_of(b: Any, block: Any, table: Any) -> tuple[Any, Any]:
     """Returns where a block of row b lies: the row or the page, and which of its blocks."""
     return (b, block) if table is None else (table[b, block], 0)
 
 
-def _scale_of(x: Stacked) -> Float[Array, "batch parts columns"]:
+def _scale_of(pieces: int, x: Stacked) -> Float[Array, "batch parts columns"]:
     """Returns a layer's scales, one for each part of each column. XLA copies them: 4 bytes for, mostly, 128."""
     if x.table is None:
         of_layer = lax.dynamic_index_in_dim(x.scale, x.layer, keepdims=False)
     else:
         of_layer = x.scale.at[x.layer, x.table].get(mode="clip")
-    return of_layer.reshape(x.shape[0], -1, len(x.parts)).swapaxes(1, 2)
+    of_slots = jnp.repeat(of_layer.reshape(*x.shape[:2], 1, -1), pieces, axis=2)
+    return of_slots.reshape(x.shape[0], -1, len(x.parts)).swapaxes(1, 2)
 
 
 def _kernel(
     formula: Formula,
     all_columns: int,
+    pieces: int,
+    kv_heads: int,
     k_parts: tuple[int, ...],
     schedule: Any,
     places: Any,
@@ -241,7 +271,8 @@ def _kernel(
     `top` and `total` are the maximum and the denominator of each head's softmax so far, repeated over a register's
     width, and `sum` the weighted sum of values. The last scratch arrays are for `few` keys: keys and values with zeros
     for numbers that are not finite, and the count of these zeros in each lane. If the values are the first features of
-    the keys, `v_refs` and `finite_v_refs` are empty. In 8 bits only scales may be not finite.
+    the keys, `v_refs` and `finite_v_refs` are empty. In 8 bits only scales may be not finite. With several pieces a row
+    of keys and values is one of them.
     """
     del places  # used to choose the blocks
     b, j, columns, few = pl.program_id(0), pl.program_id(2), len(k_ref), len(changed_ref)
@@ -260,7 +291,11 @@ def _kernel(
             for v_ref in v_refs:
                 _widen(v_ref, i * few, finite_v_ref)
             v_scale = scale_refs[-1][:1, at]
-            x = _scaled_product(formula.scale, k_parts, q_ref, finite_k_ref, scale_refs[0], at, v_scale)
+            if pieces == 1:
+                x = _scaled_product(formula.scale, k_parts, q_ref, finite_k_ref, scale_refs[0], at, v_scale)
+            else:
+                k_scale = formula.scale * scale_refs[0][:1, at] + 0 * v_scale
+                x = k_scale * _product_of_pieces(pieces, kv_heads, q_ref, finite_k_ref)
         else:
             v_scale = None
             changed_ref[...] = jnp.zeros_like(changed_ref)
@@ -269,23 +304,37 @@ def _kernel(
                 _clean(v_ref, i * few, finite_v_ref, changed_ref)
             # Sums by a product with ones, because its result is a row and not a column.
             spoilt = dot(jnp.ones((1, LANES), q_ref.dtype), changed_ref[...].astype(q_ref.dtype), 1, 1)
-            x = formula.scale * dot(q_ref[...], finite_k_ref[...], 1, 1)
+            spoilt = sum(_turned(spoilt, -n * kv_heads) for n in range(pieces))
+            x = formula.scale * _product_of_pieces(pieces, kv_heads, q_ref, finite_k_ref)
             x = jnp.where(spoilt > 0, jnp.nan, x)
         if formula.softcap is not None:
             x = formula.softcap * jnp.tanh(x / formula.softcap)
         query = jax.tree.map(lambda x: x[...], q_ids)
         seen = formula.mask.visible(query, jax.tree.map(lambda x: x[:, at], kv_ids))
-        start = schedule.order[_row(b, schedule.order), j] * columns + i * few
+        start = schedule.order[row_of(b, schedule.order), j] * columns + i * few
         seen &= start + lax.broadcasted_iota(jnp.int32, (1, few), 1) < all_columns
         seen &= head_of_row[:, :1] == head_of_column[:, at]
-        _accumulate(jnp.where(seen, x, -jnp.inf), finite_v_ref, v_scale, top_ref, total_ref, sum_ref)
+        x = jnp.where(seen, x, -jnp.inf)
+        _accumulate(x, finite_v_ref, v_scale, pieces, kv_heads, top_ref, total_ref, sum_ref)
 
-    steps = jnp.where(j < schedule.met[_row(b, schedule.met)], columns // few, 0)
+    steps = jnp.where(j < schedule.met[row_of(b, schedule.met)], columns // few, 0)
     lax.fori_loop(0, steps, add, None)
 
     @pl.when(j == pl.num_programs(2) - 1)
     def store() -> None:
         out_ref[...] = (sum_ref[...] / total_ref[:, :1]).astype(out_ref.dtype)
+
+
+def _turned(x: Float[Array, "rows few"], columns: int) -> Float[Array, "rows few"]:
+    """Turns columns to the right."""
+    return pltpu.roll(x, columns % x.shape[1], axis=1) if columns else x
+
+
+def _product_of_pieces(pieces: int, kv_heads: int, q_ref: Any, k_ref: Any) -> Float[Array, "rows few"]:
+    """Multiplies queries and keys. The logits stand in the columns of the keys' first pieces."""
+    width = q_ref.shape[1] // pieces
+    of_piece = lambda n: dot(q_ref[:, pl.ds(n * width, width)], k_ref[...], 1, 1)
+    return sum((_turned(of_piece(n), -n * kv_heads) for n in range(1, pieces)), of_piece(0))
 
 
 def _scaled_product(
@@ -304,7 +353,14 @@ def _scaled_product(
 
 
 def _accumulate(
-    x: Float[Array, "rows few"], v_ref: Any, v_scale: Array | None, top_ref: Any, total_ref: Any, sum_ref: Any
+    x: Float[Array, "rows few"],
+    v_ref: Any,
+    v_scale: Array | None,
+    pieces: int,
+    kv_heads: int,
+    top_ref: Any,
+    total_ref: Any,
+    sum_ref: Any,
 ) -> None:
     """Adds keys with these logits, and their values, to the softmax and the sum so far."""
     top = top_ref[...]
@@ -314,9 +370,10 @@ def _accumulate(
     total_ref[...] = total_ref[...] * fade + weights.sum(axis=1, keepdims=True)
     if v_scale is not None:
         weights *= jnp.where(jnp.abs(v_scale) < jnp.inf, v_scale, 0)
-    weights = weights.astype(v_ref.dtype)
-    for piece in _pieces(sum_ref):
-        new = dot(weights, v_ref[:, piece], 1, 0)
+    for n, piece in enumerate(_pieces(sum_ref)):
+        # Either a piece of the values has columns of its own, or all pieces are in one row.
+        of_piece, features = (_turned(weights, n * kv_heads), slice(None)) if pieces > 1 else (weights, piece)
+        new = dot(of_piece.astype(v_ref.dtype), v_ref[:, features], 1, 0)
         sum_ref[:, piece] = sum_ref[:, piece] * fade[:, : piece.size] + new
 
 
@@ -358,7 +415,7 @@ def _pieces(ref: Any) -> list[Any]:
     return [pl.ds(at, min(LANES, width - at)) for at in range(0, width, LANES)]
 
 
-def _block_size(k: Stacked, v_dim: int) -> int:
+def block_size(k: Stacked, v_dim: int) -> int:
     """Returns the number of slots whose keys and values have the table's number of bytes; all slots, if few."""
     sizes = blocks.sizes(__name__, "decode", k.stack.dtype, "*")
     slot = k.shape[2] * (k.shape[3] + v_dim) * k.stack.dtype.itemsize

@@ -29,10 +29,12 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from kernels.backends.compile_options import compile_options
+from kernels.backends.device import device
 from tests.kernels.gpu import mesh_of
 from tests.kernels.tpu import CHIPS, ENVIRONMENT
 from train.planning import breakdown, hlo
 from zoo import registry
+from zoo.generation.decoding import PAGE, TPU_PAGE
 from zoo.nn.cache import init_cache
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.recurrent import RecurrentCache
@@ -60,7 +62,7 @@ class Step(NamedTuple):
     quantize: str | None = None
     widen: int = 0  # tokens that may be rolled back
     changes: dict[str, Any] | None = None  # fields of the config
-    pages: int | None = None  # of 64 slots, which the rows share
+    pages: int | None = None  # which the rows share
 
 
 class Result(NamedTuple):
@@ -116,17 +118,21 @@ def results(text: str, least: float = 1e5) -> list[Result]:
     found: list[Result] = []
 
     def visit(name: str, times: int) -> None:
+        starts = (m for line in computations[name] if (m := hlo.INSTRUCTION.match(line)) and m[3] == "copy-start")
+        fast = {m[1] for m in starts if "S(1)" in m[2]}
         for line in computations[name]:
             if not (match := hlo.INSTRUCTION.match(line)):
                 continue
-            made, shape, kind, _ = match.groups()
+            made, shape, kind, operands = match.groups()
             if kind in ("while", "conditional", "call"):
                 trips = hlo.trips(line, computations) if kind == "while" else 1
                 for one, several in hlo.CALLED.findall(line):
                     for called in [one] if one else re.findall(r"[\w.-]+", several):
                         if f"condition=%{called}" not in line and f"condition={called}" not in line:
                             visit(called, times * trips)
-            # Neither data that a TPU moves into its fast memory, S(1), nor cuBLAS's workspace is a copy.
+            # Neither data that a TPU moves into its fast memory, S(1), or back, nor cuBLAS's workspace is a copy.
+            if kind == "copy-done" and operands.lstrip("%") in fast:
+                continue
             kept = re.sub(r"\w+\[[\d,]*\]\{[^}]*S\(1\)\}|s8\[\d+\]", "", shape)
             size = hlo._bytes(kept, kind.endswith("-start"))
             if kind in NAMES or kind in IN_PLACE or kind.endswith("-start") or size < least:
@@ -136,6 +142,9 @@ def results(text: str, least: float = 1e5) -> list[Result]:
                 and (body := re.search(r"calls=%?([\w.-]+)", line))
                 and _in_place(computations[body[1]], shape)
             ):
+                continue
+            aliased = line.partition("output_to_operand_aliasing=")[2].partition(")}")[0].count(":")
+            if kind == "custom-call" and aliased == len(re.findall(r"\w\[[\d,]+\]", kept)):  # all of it in place
                 continue
             found.append(Result(made, kind, re.sub(r"\{[^}]*\}", "", shape), size, times))
 
@@ -177,7 +186,8 @@ def program(step: Step) -> tuple[Any, tuple[Any, ...], tuple[float, ...]]:
         model = eqx.filter_eval_shape(as_stored, model, step.quantize)
     elif step.quantize:
         model = eqx.filter_eval_shape(quantize, model, step.quantize)
-    options: Any = dict(widen=step.widen) | (dict(pages=lambda window: step.pages) if step.pages else {})
+    slots = TPU_PAGE if device().platform == "tpu" else PAGE
+    options: Any = dict(widen=step.widen) | (dict(pages=lambda window: step.pages, slots=slots) if step.pages else {})
     cache = eqx.filter_eval_shape(lambda m: init_cache(m, step.batch, step.length, step.cache, **options), model)
     vectors = [x for x in jax.tree.leaves(cache) if x.ndim >= 4 and x.shape[-1] >= 16]  # not the scales
     of_layer = [x.size // x.shape[0] * x.dtype.itemsize for x in vectors]

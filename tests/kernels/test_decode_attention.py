@@ -18,7 +18,7 @@ SINKS = np.array([1.0, -2.0, 5.0, -np.inf], np.float32)
 DECODES = {
     "causal": (dict(seq=1, kv_seq=150, kv_heads=1), {}),
     "all, of a few queries": (dict(seq=3, kv_seq=200, v_dim=32), dict(mask=sliding(50), softcap=4.0, sinks=SINKS)),
-    "chunks, of which one is empty yet": (dict(seq=1, kv_seq=90, kv_heads=4, dim=128), dict(mask=Causal() & Chunk(64))),
+    "chunks, of which one is empty yet": (dict(seq=1, kv_seq=90, kv_heads=4, dim=256), dict(mask=Causal() & Chunk(64))),
     "latents, wider than a register": (dict(seq=2, kv_seq=96, kv_heads=1, dim=160, size=1), dict(v_dim=144)),
     "more queries than one part has": (dict(seq=16, kv_seq=150, heads=10, kv_heads=2), {}),
 }
@@ -32,6 +32,7 @@ DECODES = {
         *((case, "xla") for case in DECODES if case != "causal"),
         *((case, "triton") for case in DECODES if case != "causal"),
         *((case, "tpu") for case in DECODES),
+        *((case, "tpu_columns") for case in DECODES if case not in ("causal", "chunks, of which one is empty yet")),
         *((case, "invariant") for case in DECODES if case != "causal"),
     ],
 )
@@ -81,7 +82,7 @@ def in_pages(x, slots, table):
 
 @pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("case", ["causal", "all, of a few queries", "latents, wider than a register"])
-@pytest.mark.parametrize("implementation", ["reference", "xla", "triton", "tpu"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton", "tpu", "tpu_columns"])
 def test_decode_of_pages(case, implementation, eight_bits):
     """Pages in any order give what a cache without pages gives. Where a row needs no page its table has any number."""
     shapes, options = DECODES[case]
@@ -118,7 +119,7 @@ def test_decode_of_pages(case, implementation, eight_bits):
 
 
 @pytest.mark.parametrize("case", ["all, of a few queries", "latents, wider than a register"])
-@pytest.mark.parametrize("implementation", ["xla", "triton", "tpu"])
+@pytest.mark.parametrize("implementation", ["xla", "triton", "tpu", "tpu_columns"])
 def test_decode_of_a_cache_in_8_bits(case, implementation):
     """The result equals float64 attention over the integers times their scales. Later slots and other layers have NaN
     scales, and so has, in the end, a slot that only the last query sees.
@@ -184,36 +185,61 @@ def test_gradients_are_the_references():
     given = q, *(np.stack([x, x, x]) for x in (k, v)), SINKS
     expected = jax.device_get(gradients("reference", *given))
     assert expected[1][1, :, :121].all() and not expected[1][[0, 2]].any() and expected[3][:3].all()
-    for implementation in ("xla", "triton", "tpu"):
+    for implementation in ("xla", "triton", "tpu", "tpu_columns"):
         for actual, of_reference in zip(gradients(implementation, *given), expected, strict=True):
             np.testing.assert_allclose(actual, of_reference, rtol=1e-6, atol=1e-6)
 
 
-def on_a_tpu(kv_heads, dim, v_dim, dtype):
-    """Returns why "tpu" would not decode over a cache of this dtype. Latents are a `v_dim` other than `dim`."""
+def on_a_tpu(name, kv_heads, dim, v_dim, dtype, slots=128):
+    """Returns why an implementation would not decode over this cache. Latents are a `v_dim` other than `dim`."""
     shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)
     parts = (v_dim, dim - v_dim) if v_dim < dim else (dim,)
-    of_scales = (shape(3, 1, 64, kv_heads * len(parts), dtype=jnp.float32), parts, np.dtype(jnp.bfloat16))
+    of_scales = (shape(3, 1, slots, kv_heads * len(parts), dtype=jnp.float32), parts, np.dtype(jnp.bfloat16))
     cache = Stacked(
-        shape(3, 1, 64, kv_heads, dim, dtype=dtype), shape(dtype=jnp.int32), *of_scales[: 3 * (dtype == jnp.int8)]
+        shape(3, 1, slots, kv_heads, dim, dtype=dtype), shape(dtype=jnp.int32), *of_scales[: 3 * (dtype == jnp.int8)]
     )
     device = AbstractDevice("TPU v6 lite", None, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("device",), abstract_device=device)):
         decode = functools.partial(kernels.decode_attention, scale=SCALE, implementation="xla")
         (choice,) = kernels.explain(decode, shape(1, 1, kv_heads, dim), cache, v_dim if v_dim < dim else cache)
-    return choice.others["tpu"]
+    return choice.others[name]
 
 
 def test_a_cache_that_a_tpu_would_copy_is_refused():
     """Refused caches would be copied, by the compiler's report: all of it in temporary memory, in place of 200 kB."""
     wide, narrow = jnp.bfloat16, jnp.int8
-    for flat in [(8, 128, 128, wide), (4, 128, 128, narrow), (16, 256, 256, wide), (1, 576, 512, wide)]:
-        assert on_a_tpu(*flat) is None
-    for copied in [(8, 64, 64, wide), (12, 128, 128, wide), (4, 256, 256, wide), (2, 128, 128, narrow)]:
-        assert on_a_tpu(*copied) == "XLA would copy a cache of {} heads with {} and {} features to flatten it".format(
-            *copied
-        )
-    assert "XLA would copy" in on_a_tpu(1, 576, 512, narrow) and "XLA would copy" in on_a_tpu(8, 256, 256, narrow)
+    flat = [(8, 128, 128, wide), (4, 128, 128, narrow), (16, 256, 256, wide), (1, 576, 512, wide), (4, 256, 256, wide)]
+    for each in [*flat, (2, 256, 256, wide), (4, 256, 256, narrow), (8, 256, 256, narrow)]:
+        assert on_a_tpu("tpu", *each) is None
+    reason = "XLA would copy a cache of {} heads with {} and {} features to flatten it"
+    for copied in [(8, 64, 64, wide), (12, 128, 128, wide), (2, 128, 128, narrow)]:
+        assert on_a_tpu("tpu", *copied) == reason.format(*copied)
+    assert on_a_tpu("tpu", 1, 576, 512, narrow) == reason.format(1, 576, 576)
+    columns = [(8, 64, 64, wide), (8, 64, 64, narrow), (1, 576, 512, wide), (1, 576, 512, narrow), (3, 80, 80, wide)]
+    for each in columns:
+        assert on_a_tpu("tpu_columns", *each) is None
+    reason = "a TPU does not store {} slots of {} features as columns"
+    assert on_a_tpu("tpu_columns", 8, 64, 64, wide, slots=64) == reason.format(64, 64)
+    assert on_a_tpu("tpu_columns", 8, 128, 128, wide) == reason.format(128, 128)
+    assert on_a_tpu("tpu_columns", 3, 80, 80, narrow) == reason.format(128, 80)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_tokens_are_written_by_columns(dtype):
+    """Neighbouring tokens, a block's first and last one, and tokens that have no place: all as by the scatter."""
+    random = np.random.RandomState(0)
+    numbers = lambda *shape: jnp.asarray(random.randint(-99, 99, shape), dtype)
+    stores = numbers(2, 3, 256, 2, 32), numbers(2, 3, 256, 5)
+    new = numbers(3, 4, 2, 32), numbers(3, 4, 5)
+    row, slot = jnp.array([[2], [9], [0]]), jnp.array([[126, 127, 128, 129], [0, 1, 2, 3], [255, 256, 300, 0]])
+    given = stores, new, jnp.array(1), row, slot
+    written, expected = (
+        jax.jit(functools.partial(kernels.cache_write, implementation=name), compiler_options=QUICK)(*given)
+        for name in ("tpu", "reference")
+    )
+    for ours, theirs, before in zip(written, expected, stores, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert (np.asarray(ours) != np.asarray(before)).any(axis=tuple(range(3, ours.ndim))).sum() == 6
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])

@@ -30,9 +30,10 @@ QKV = [shape(2, 300, 4, 16), shape(2, 300, 2, 16), shape(2, 300, 2, 16)]
 # By operation: the implementations tried on a CPU, on a GPU and on a TPU, in order, and those that serve only by name.
 ASKED = {
     "attention": ("xla reference", "cudnn triton xla reference", "tpu xla reference", "invariant mosaic"),
+    "cache_write": ("reference", "reference", "tpu reference", "invariant"),
     "coded_matmul": ("reference", "triton reference", "tpu reference", ""),
     "cross_entropy": ("xla reference", "xla reference", "xla reference", ""),
-    "decode_attention": ("xla reference", "triton xla reference", "tpu xla reference", "invariant"),
+    "decode_attention": ("xla reference", "triton xla reference", "tpu_columns tpu xla reference", "invariant"),
     "delta_rule": (
         "xla reference",
         "triton_channels triton_fused triton xla reference",

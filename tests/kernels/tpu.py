@@ -64,6 +64,7 @@ class Case(NamedTuple):
     arguments: tuple[Any, ...]
     elements: int  # no array may have this many: the logits of one head, a matrix for each row
     chips: tuple[str, ...] = tuple(CHIPS)  # chips to compile for
+    temporary: int | None = None  # bytes of an array that would be copied: all temporary arrays together have fewer
 
 
 def versions() -> dict[str, str]:
@@ -108,6 +109,8 @@ def _faults(case: dict) -> list[str]:
     faults = [f"{name} spills registers: {slots}" for name, slots in spilling.items()]
     if case["largest"] >= case["limit"]:
         faults.append(f"an array has {case['largest']} elements, and {case['limit']} are too many")
+    if case["copy"] is not None and case["temporary"] >= case["copy"]:
+        faults.append(f"there are {case['temporary']} temporary bytes, as many as a copy of {case['copy']} would take")
     return faults
 
 
@@ -173,6 +176,7 @@ def _compile_one(case: Case, mesh: Mesh, dump: Path) -> dict:
         "temporary": memory.temp_size_in_bytes,
         "largest": max(math.prod(map(int, shape.split(","))) for shape in shapes),
         "limit": case.elements,
+        "copy": case.temporary,
         "kernels": kernels,
     }
 

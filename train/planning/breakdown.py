@@ -336,6 +336,10 @@ def _custom(i: Instruction, home: Computation, seen: float, filled: float, turns
     if target == "__cublas":
         contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.line)[0]
         return Kernel(PRODUCTS, _product(i.result, texts[0], re.findall(r"\d+", contracted)), moved, 1)
+    if "/cache_write/" in i.line:  # a few vectors of what it writes in place; on a TPU the columns around them
+        given = (_bytes(text) for n, text in enumerate(texts) if n not in in_place.values())
+        columns = re.search(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"', i.line)
+        return Kernel(OTHER, 0.0, float(columns[1]) if columns else 2 * sum(given), 1)
     seen = 1.0 if ALL_PAIRS in i.line else seen
     arrays = [_shape(text) for text in texts if re.match(r"(b?f\d|s8)", text)]
     stated = re.search(r'"cost_estimate":\{[^}]*"flops":"(\d+)"', i.line)  # on TPUs

@@ -38,6 +38,7 @@ from zoo.nn.rows import HostArray
 AT_ONCE = 8  # most rows that read together
 CHUNK = 512  # most tokens that a row reads at a time
 PAGE = 64  # positions of a page
+TPU_PAGE = 128  # on TPUs, which store heads of 64 features and latents by columns of so many positions
 T = TypeVar("T")
 
 Record = Literal["experts", "hidden"]
@@ -160,7 +161,7 @@ def layout_of(
     stride: int,
     chunk: int = CHUNK,
     cache_tokens: int | None = None,
-    page: int = PAGE,
+    page: int | None = None,
 ) -> Layout | None:
     """Lays out the pages of `batch` rows on a mesh whose axes have these `sizes`; see `Engine` for the arguments.
 
@@ -169,7 +170,7 @@ def layout_of(
     if math.prod(sizes[axis] for axis in split_over(batch, BATCH, sizes)) > 1:
         return None
     size, at_once = room(draft, max_tokens), max(chunk, model.config.cache_limit or 0, 2 * room(draft, stride))
-    slots = min(page, bucket(size, 8))
+    slots = TPU_PAGE if page is None and device().platform == "tpu" else min(page or PAGE, bucket(size, 8))
     width = -(-size // slots)
     all_rows = (batch + min(batch, AT_ONCE)) * width  # prompts whose samples wait have as much as some rows
     count = all_rows if cache_tokens is None else max(width, -(-cache_tokens // slots))

@@ -22,7 +22,6 @@ from zoo.generation import constraints, decoding, speculative
 from zoo.generation.constraints import AbstractConstraint
 from zoo.generation.decoding import (
     CHUNK,
-    PAGE,
     Drawn,
     Progress,
     Reading,
@@ -165,7 +164,7 @@ class Engine:
         cache_dtype: DTypeLike | None = None,
         draft: AbstractDraft | None = None,
         cache_tokens: int | None = None,
-        page: int = PAGE,
+        page: int | None = None,
         chunk: int = CHUNK,
         prefixes: bool = False,
         beside: int | None = None,
@@ -183,8 +182,8 @@ class Engine:
             draft: proposes tokens, which the model checks (`zoo.generation.speculative`).
             cache_tokens: the number of tokens for which there is memory, of all rows and kept texts together. None:
                 for all rows, and as much for prompts whose samples wait as up to 8 rows have.
-            page: the number of tokens of a page. On a mesh that splits rows there are no pages, and each row has memory
-                for `max_tokens`.
+            page: the number of tokens of a page; None: 64, and on TPUs 128. On a mesh that splits rows there are no
+                pages, and each row has memory for `max_tokens`.
             chunk: the largest number of tokens of a prompt that are read at a time.
             prefixes: whether what was read of a prompt serves later ones that begin with the same chunks. That changes
                 no bit of what they get.

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
+import kernels
 from kernels import Stacked, Tokens
 from kernels.mesh import BATCH, TENSOR, fitting
 from kernels.quantized_matmul.quantize import quantize
@@ -433,9 +434,10 @@ def _vector_specs(x: Any, sizes: Mapping[str, int], *, heads: bool = True, paged
 
 def _write(store: Array | Int8Vectors, where: tuple[Array, ...], new: Float[Array, "batch seq ..."]) -> Any:
     if not isinstance(store, Int8Vectors):
-        return store.at[where].set(new.astype(store.dtype))
+        return kernels.cache_write((store,), (new,), *where)[0]
     values, scale, parts = _quantized(new, store.parts)
-    return Int8Vectors(store.values.at[where].set(values), store.scale.at[where].set(scale), parts)
+    values, scale = kernels.cache_write((store.values, store.scale), (values, scale), *where)
+    return Int8Vectors(values, scale, parts)
 
 
 def _read(
