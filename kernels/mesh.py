@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kernels.stacked import Stacked, read
 from kernels.sums import lookup
@@ -96,6 +96,24 @@ def split_tokens(
     spec = tokens_spec(jax.tree.leaves(x)[0].shape)
     of_x = jax.tree.map(lambda array: spec if array.ndim else P(), x)
     return jax.shard_map(product, axis_names=set(axes), in_specs=(of_x, P()), out_specs=spec, check_vma=False)(x, w)
+
+
+@jax.custom_vjp
+def by_replica(a: Shaped[Array, "..."]) -> Shaped[Array, "replicas ..."]:
+    """Repeats an array for each replica, for a `shard_map`. The replicas' gradients are then added up outside of it.
+
+    Within, gradients would be summed over all devices at once. Outside, XLA sums those of a replica's devices, and then
+    those of the replicas, each by a reduce-scatter where the sum is split.
+    """
+    return jnp.broadcast_to(a, (split(REPLICA), *a.shape))
+
+
+def _add_replicas(_: None, gradients: Array) -> tuple[Array]:
+    apart = P(REPLICA, *[P.UNCONSTRAINED] * (gradients.ndim - 1))  # else XLA might add up replicas first
+    return (jax.lax.reduce_sum(jax.lax.with_sharding_constraint(gradients, apart), axes=(0,)),)
+
+
+by_replica.defvjp(lambda a: (by_replica(a), None), _add_replicas)
 
 
 def split_attention(

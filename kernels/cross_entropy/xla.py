@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
@@ -80,15 +81,15 @@ def cross_entropy(
 
         zeros = (zero((3,)), [zero(w.shape) for t, w in zip(trained, values, strict=True) if t])
         total, dxs = jax.lax.scan(add, zeros, (xs.value, targets.value, mask.value))
-        total, dw = jax.tree.map(lambda a: jnp.sum(a, axis=0), total)
+        total, dw = total
         rest = iter(dw)
-        return total, (dxs, [next(rest) if t else None for t in trained])
+        return jnp.sum(total, axis=0), (dxs, [next(rest) if t else None for t in trained])
 
     def backward(gradients: Any, cotangent: Any) -> Any:
         # The cotangent, such as 1 / targets, is not rounded: its rounding error would scale all gradients alike.
         scaled = lambda g, like: (g.astype(jnp.float32) * cotangent[0]).astype(like.dtype)
         dxs, dw = gradients
-        dw = [None if g is None else scaled(g, w) for g, w in zip(dw, weights, strict=True)]
+        dw = [None if g is None else _summed(scaled(g, w), axes) for g, w in zip(dw, weights, strict=True)]
         return scaled(dxs, dxs), dw, None, None
 
     sums.defvjp(forward, backward, symbolic_zeros=True)
@@ -99,6 +100,23 @@ def _whole(weight: Array) -> Array:
     """Gathers all features of a weight once, before the scan, which would gather them for every chunk."""
     spec = P(*(P.UNCONSTRAINED,) * (weight.ndim - 1), None)
     return jax.lax.with_sharding_constraint(weight, spec) if mesh.free() and weight.ndim > 1 else weight
+
+
+def _summed(gradients: Float[Array, "shards ..."], axes: tuple[str, ...]) -> Float[Array, "..."]:
+    """Adds up the gradients of the shards, by reduce-scatters: each device gets the features that it has of the weight.
+
+    The shards of a replica are added up first, so that replicas send each other no more than these features.
+    """
+    if not axes or gradients.ndim < 3:
+        return jnp.sum(gradients, axis=0)
+    shape, free = gradients.shape[1:], (P.UNCONSTRAINED,) * (gradients.ndim - 2)
+    constrain = jax.lax.with_sharding_constraint
+    add = lambda a, n: jax.lax.reduce(a, np.zeros((), a.dtype), jax.lax.add, n)  # `jnp.sum` would send float32
+    by_axis = constrain(gradients.reshape(*map(mesh.split, axes), *shape), P(*axes, *free, None))
+    within = tuple(n for n, axis in enumerate(axes) if axis != mesh.REPLICA)
+    replicas = (mesh.REPLICA,) * (len(within) < len(axes))
+    features = mesh.splitting(shape[-1], *mesh.PARAMETERS)
+    return add(constrain(add(by_axis, within), P(*replicas, *free, features)), range(len(replicas)))
 
 
 def sums_and_gradient(

@@ -18,6 +18,7 @@ import rich
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import kernels
 import zoo
 from tests import hurry
 from tests.train.conftest import devices
@@ -146,6 +147,7 @@ ENTRY %main (p: s32[]) -> s32[] {
   %while.3 = (s32[]) while(%t), condition=%unknown, body=%rare, backend_config={"known_trip_count":{"n":"3"}}
   %while.4 = (s32[]) while(%t), condition=%condition, body=%unrolled
   %all-to-all = s8[64]{0} all-to-all(%w), replica_groups=mesh['fsdp'=4,'tensor'=2] {'fsdp'}, dimensions={0}
+  %moved = s8[64]{0} all-to-all(%w), replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, dimensions={0}
   %scatter = f32[4]{0} reduce-scatter(%v), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
   %sparse = f32[16]{0} custom-call(%p), custom_call_target="SparseCore", called_computations={%offloaded}
   %while.5 = (s32[]) while(%t), condition=%unknown, body=%rare, metadata={op_name="jit(step)/further_rounds/while"}
@@ -172,7 +174,7 @@ def test_every_notation():
         ("reduce-scatter", "fsdp"): 5 * 2 * 8 * 128 * 3 / 4 + 48,
         ("all-gather", "tensor"): 5 * 32,
         ("collective-permute", "tensor"): 4 * 40 + 3 * 80,
-        ("all-to-all", "fsdp"): 48,
+        ("all-to-all", "fsdp"): 2 * 48,  # in two notations
         ("all-gather", "fsdp"): 72,
         ("all-gather", "fsdp,tensor"): 56,
     }
@@ -269,6 +271,58 @@ def test_no_activation_is_replicated_in_silence():
         split = compiled(*wide(text, jax.devices()))
         assert split.activations == pytest.approx(whole.activations * times / 8, rel=0.01)
         assert split.temporaries < 1.65 * whole.temporaries / 8  # with what one product gathers; 1.63 without YNNPACK
+
+
+def test_gradients_are_scattered_over_replicas(tmp_path):
+    """A step sends weights over the replicas once, and gradients once, both in bfloat16. Only those of vectors, and
+    scalars, are summed by all-reduces.
+    """
+    mesh = make_mesh("replica=2,fsdp=4")
+    config = dataclasses.replace(
+        zoo.config("qwen3-30b-a3b"), vocab_size=512, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+    )  # fmt: skip
+    step = training(config, planner.family_of(config), mesh, batch=8, seq=48, remat="none", microbatches=1)
+    least = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # a program that is kept would not be dumped
+    with jax.set_mesh(mesh):
+        options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": "spmd-partitioning"}
+        step.function.lower(*step.arguments).compile(options)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+    (file,) = tmp_path.glob("*train_step*after_spmd-partitioning*")  # before what XLA does for CPUs alone
+    sent = hlo.by_axis(hlo.collectives(with_reduce_scatters(file.read_text()), 8), mesh.shape)
+    layers = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 8 * 3 * 32 * 64)
+    router = 4 * 8 * 64  # which each device of a replica has whole; its gradient is scattered over all devices at once
+    own = (layers + 2 * 512 * 64) / 4  # numbers of a device of the matrices that fsdp splits
+    assert sent["all-gather", "replica"] == pytest.approx(2 * (own + router) / 2, rel=0.01)  # norms
+    assert sent["reduce-scatter", "replica"] / 2 == 2 * own / 2
+    summed = sum(size for (kind, axes), size in sent.items() if kind == "all-reduce" and "replica" in axes)
+    assert summed < 0.1 * own
+
+
+def with_reduce_scatters(text):
+    """Returns a program in which an all-reduce is called a reduce-scatter if nothing but slices of it is used.
+
+    XLA makes reduce-scatters of them for GPUs and TPUs alone. Their bytes are those of the whole result.
+    """
+    lines, users, returned = text.splitlines(), {}, {}
+    for name, body in hlo.parse(text):
+        returned |= {hlo.INSTRUCTION.match(line)[1]: name for line in body if line.lstrip().startswith("ROOT ")}
+        for match in filter(None, map(hlo.INSTRUCTION.match, body)):
+            called = re.findall(r"to_apply=%([\w.-]+)", match.string) if match[3] == "call" else []
+            for operand in hlo.names(match[4]) + called:  # a computation's users are its calls
+                users.setdefault(operand, []).append(match)
+
+    def is_sliced(name):
+        after = users.get(name, []) or users.get(returned.get(name), [])
+        passed = ("copy", "reshape", "bitcast", "call")
+        return bool(after) and all(u[3] == "dynamic-slice" or (u[3] in passed and is_sliced(u[1])) for u in after)
+
+    for n, line in enumerate(lines):
+        match = hlo.INSTRUCTION.match(line)
+        if match and match[3] == "all-reduce" and is_sliced(match[1]):
+            lines[n] = line.replace(" all-reduce(", " reduce-scatter(")
+    return "\n".join(lines)
 
 
 def test_bounds(config, made, monkeypatch):
@@ -917,9 +971,14 @@ def test_remat_auto(config, monkeypatch, capsys):
 
 
 def test_states_are_kept():
-    """Qwen3.5 keeps 32 states of 128 x 128 in 30 layers for each of 64 chunks, beside what other layers keep."""
+    """Qwen3.5 keeps 32 states of 128 x 128 in 30 layers for each of 64 chunks, beside what other layers keep.
+
+    Where the fused kernels compute them, they are in bfloat16.
+    """
     config, mesh = zoo.config("qwen3.5-35b-a3b"), make_mesh("fsdp=1", jax.devices()[:1])
-    assert fit.state_numbers(config) == 30 * 32 * 128 * 128 and fit.state_numbers(zoo.config("qwen3-0.6b")) == 0
     keeps = lambda remat: fit.saved_bytes(config, mesh, rows=1, seq=64 * 64, remat=remat)
     products = 2 * 64 * 64 * fit.products_per_token(config, 64 * 64).layers / config.hidden_size
     assert keeps("dots") - keeps("full") == pytest.approx(products + 4 * 64 * 30 * 32 * 128 * 128)
+    with kernels.prefer("triton_fused"):
+        of_states = fit.bytes_by_name.__wrapped__(config)["delta_states"]
+    assert of_states * 64 == 2 * 30 * 32 * 128 * 128

@@ -15,16 +15,14 @@ from jax.sharding import Mesh
 from kernels.attention import QKV
 from kernels.attention.shared import SAVED as OUT
 from kernels.delta_rule import shared as delta_rule
-from kernels.delta_rule.shared import CHUNK
 from kernels.mesh import BATCH, CONTEXT, STAGE, TENSOR
 from kernels.ragged_dot import SAVED as EXPERTS
 from train.base.flops import Products, products_per_token
 from train.state.remat import StepOptions, kept_names
 from train.state.state import StateOptions, Trained
-from zoo.nn.cache import init_cache
+from zoo.mesh import make_mesh
 from zoo.nn.layers import MLP_GATE, MLP_UP
 from zoo.nn.model import AbstractConfig
-from zoo.nn.recurrent import RecurrentCache
 from zoo.nn.routing import LOGITS
 from zoo.registry import family_of
 from zoo.surgery import cast
@@ -63,8 +61,8 @@ def saved_bytes(config: AbstractConfig, mesh: Mesh, *, rows: float | int, seq: i
     # The results of products: a product has, for each token, about as many numbers as it has weights / model width.
     results = 2 * tokens * products_per_token(config, seq).layers / config.hidden_size / mesh.shape[TENSOR]
     outputs = 2 * tokens * products_per_token(config, 1).attention / mesh.shape[TENSOR]  # attention's outputs
-    # The states of recurrences before each chunk, in float32.
-    states = 4 * tokens / CHUNK * state_numbers(config) / mesh.shape[TENSOR]
+    named = bytes_by_name(config, mesh.devices.flat[0])
+    states = tokens * named.get(delta_rule.STATES, 0.0) / mesh.shape[TENSOR]  # of recurrences, before each chunk
     by_remat = {
         "none": inputs + 2 * results + states,
         "dots": inputs + results + states,
@@ -73,22 +71,25 @@ def saved_bytes(config: AbstractConfig, mesh: Mesh, *, rows: float | int, seq: i
     }
     if remat in (*by_remat, "offload"):
         return by_remat.get(remat, 0.0)
-    named = bytes_by_name(config)
     kept = sum(named.get(name, 0.0) for name in kept_names(remat, "keep"))
     return inputs + tokens * kept / mesh.shape[TENSOR]
 
 
 @functools.lru_cache
-def bytes_by_name(config: AbstractConfig) -> dict[str, float]:
+def bytes_by_name(config: AbstractConfig, device: Any = None) -> dict[str, float]:
     """Counts the bytes that all layers have of a token under each name for --remat, in bfloat16.
 
     It traces a forward pass of `TRACED` tokens, or as many as there are positions, before a backward pass.
+
+    Args:
+        device: one of the devices, whose kernels may keep an array in another dtype. None: JAX's default device.
     """
     tokens = min(TRACED, config.max_position_embeddings)
     model = eqx.filter_eval_shape(lambda model: cast(model, jnp.bfloat16), skeleton(family_of(config), config))
     trained, rest = eqx.partition(model, lambda array: jnp.issubdtype(array.dtype, jnp.inexact))
     forward = lambda trained, rest, ids: jax.vjp(lambda m: eqx.combine(m, rest).hidden(ids)[0], trained)[0]
-    traced = jax.make_jaxpr(forward)(trained, rest, jax.ShapeDtypeStruct((1, tokens), jnp.int32))
+    with jax.set_mesh(make_mesh(devices=[device or jax.devices()[0]])):
+        traced = jax.make_jaxpr(forward)(trained, rest, jax.ShapeDtypeStruct((1, tokens), jnp.int32))
     return {name: size / tokens for name, size in _named_in(traced.jaxpr).items()}
 
 
@@ -103,16 +104,6 @@ def _named_in(jaxpr: Any) -> Counter[str]:
         for inner in jaxprs_in_params(equation.params):
             found.update({name: times * size for name, size in _named_in(inner).items()})
     return found
-
-
-@functools.lru_cache
-def state_numbers(config: AbstractConfig) -> int:
-    """Counts the numbers in the states of all recurrent layers for one sequence."""
-    model = skeleton(family_of(config), config)
-    caches = eqx.filter_eval_shape(lambda model: init_cache(model, 1, 1, "float32"), model)
-    is_recurrent = lambda node: isinstance(node, RecurrentCache)
-    found = filter(is_recurrent, jax.tree.leaves(caches, is_leaf=is_recurrent))
-    return sum(cache.state.size // cache.state.shape[2] for cache in found)  # axis 2: a row has several slots
 
 
 def recomputed(config: AbstractConfig, seq: int, remat: str) -> float:

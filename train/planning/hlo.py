@@ -188,12 +188,18 @@ def _group(line: str, devices: int) -> tuple[int, ...]:
         order = [int(n) for n in tiled[3].split(",")] if tiled[3] else range(len(reshaped))
         ids = np.arange(devices).reshape(reshaped).transpose(order).reshape(shape)
         return tuple(ids[0].tolist())
-    if named := re.search(r"replica_groups=mesh\[([^]]*)\](?:, device_ids=\([^)]*\))? \{([^}]*)\}", line):
-        shape = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
-        ids = np.arange(devices).reshape(tuple(shape.values()))
+    ordered = r"(?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|[\d,]*)\))?"  # else in the order of their numbers
+    if named := re.search(rf"replica_groups=mesh\[([^]]*)\]{ordered} \{{([^}}]*)\}}", line):
+        axes, reshaped, order, taken = named.groups()
+        shape = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+        ids = np.arange(devices)
+        if reshaped:
+            ids = ids.reshape([int(n) for n in reshaped.split(",")])
+            ids = ids.transpose([int(n) for n in order.split(",")] if order else range(ids.ndim))
+        ids = ids.reshape(tuple(shape.values()))
         # An axis may be given in part: 'x':(2)4 is its part of size 4 that follows a part of size 2. A group has the 4
         # positions of the part.
-        parts = {axis: (before, size) for axis, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named[2])}
+        parts = {axis: (before, size) for axis, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", taken)}
         for n, axis in enumerate(shape):
             if axis not in parts:
                 ids = ids.take([0], axis=n)

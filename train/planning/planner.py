@@ -519,10 +519,10 @@ def _seconds(options: Options, kinds: Mapping[str, int], model: AbstractModel, c
     }
     if size[STAGE] > 1:  # features, to the next stage and back
         sent[STAGE,] = 2 * 2 * _rounds(model, size[STAGE]) * options.tokens * c.hidden_size * size[STAGE] / mesh.size
-    # Replicas sum gradients, by all-reduces, or experts' by reduce-scatters. Each gathers weights that others updated.
+    # Replicas sum gradients, by reduce-scatters, or with stages by all-reduces. Each gathers weights of the others.
     if not options.decode:
-        scattered = own[EXPERT] / (size[FSDP] * size[CONTEXT])
-        sent[REPLICA,] = (6 * own[REPLICA] + 4 * scattered) / size[TENSOR] / size[STAGE]
+        numbers = (own[REPLICA] + own[EXPERT] / (size[FSDP] * size[CONTEXT])) / size[TENSOR] / size[STAGE]
+        sent[REPLICA,] = (4 if size[STAGE] == 1 else 6) * numbers
     sending = sum(
         number / slowest_link(chip, _along(mesh, axes))
         for axes, number in sent.items()

@@ -111,10 +111,15 @@ def replicated(place: Sharding) -> Sharding:
 
 def without_replicas(spec: P) -> P:
     """Returns a spec whose axes are not split over replicas."""
-    names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    names = [axes_of(entry) for entry in spec]
     if REPLICA not in sum(names, ()):
         return spec
     return P(*(tuple(name for name in entry if name != REPLICA) or None for entry in names))
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes in an entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def without_stages(mesh: Mesh, model: AbstractModel, family: Family) -> Mesh:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from kernels.mesh import EXPERT, REPLICA
 from train.base.options import Group, OptionGroup, option
-from train.state.mesh import abstract_model, check_mesh, replicated, without_replicas
+from train.state.mesh import abstract_model, axes_of, check_mesh, replicated, without_replicas
 from train.state.offload import host
 from train.state.remat import StepOptions
 from zoo import lora
@@ -241,22 +241,17 @@ def moment_sharding(parameter: Any, shape: tuple[int, ...]) -> Sharding:
     if missing is None:  # optax's stand-in for an array that it does not need
         return NamedSharding(place.mesh, P())
     split = [*place.spec, *[None] * (len(size) - len(place.spec))]
-    over = _axes(split.pop(missing)) if missing < len(size) else ()
-    of_experts = lambda i: place.mesh.shape.get(EXPERT, 1) > 1 and _axes(split[i]) == (EXPERT,)
+    over = axes_of(split.pop(missing)) if missing < len(size) else ()
+    of_experts = lambda i: place.mesh.shape.get(EXPERT, 1) > 1 and axes_of(split[i]) == (EXPERT,)
     order = sorted(range(len(shape)), key=lambda i: not of_experts(i))
     for axis in (*over, REPLICA):
         devices = place.mesh.shape.get(axis, 1)
         for i in order:
-            parts = math.prod(place.mesh.shape[a] for a in _axes(split[i]))
+            parts = math.prod(place.mesh.shape[a] for a in axes_of(split[i]))
             if devices > 1 and shape[i] % (parts * devices) == 0:
-                split[i] = (*_axes(split[i]), axis)
+                split[i] = (*axes_of(split[i]), axis)
                 break
     return NamedSharding(place.mesh, P(*split))
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns the mesh axes in an entry of a `PartitionSpec`."""
-    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def _is_trained(leaf: Any) -> bool:

@@ -18,6 +18,7 @@ from train.state.state import TrainState, gathered
 from train.step.clip import clipped, logit_metrics, recorded
 from train.step.microbatches import per, split, summed
 from train.step.router import router_loss, router_metrics, routings_of
+from train.step.scatter import as_in_state, scattered
 from train.step.update import Check, check_step, updated
 from zoo.lora import combine
 from zoo.nn.model import AbstractModel
@@ -110,10 +111,12 @@ def train_step(
 
     def evaluate(parameters: Any, part: Batch, means: Scalars | None = None) -> Losses:
         model = combine(eqx.combine(parameters, rest), cast(frozen, recipe.compute_dtype))
+        model = scattered(model, combine(places, frozen))
         model = recorded(model) if recipe.qk_clip else model
         return recipe.objective(with_remat(model, recipe.remat), part, reference, means)
 
     gradients, means, reports = mean_gradients(recipe, evaluate, parameters, batch, tokens)
+    gradients = as_in_state(gradients, places)
     norm = optax.tree.norm(cast(gradients, jnp.float32))
 
     good, flags = check_step(means["loss"], norm, gradients, limits)

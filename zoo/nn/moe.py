@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import mesh
-from kernels.mesh import CONTEXT, EXPERT, FSDP, TENSOR
+from kernels.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR
 from kernels.stacked import Stacked, read
 from kernels.sums import largest, permuted, pick, scaled
 from zoo.nn.layers import AbstractExpertLinear, ExpertLinear, swiglu
@@ -66,8 +66,12 @@ def dispatch(
     if mesh.split(FSDP) > 1 or mesh.split(CONTEXT) > 1:  # they are gathered, which should be one layer's alone
         arrays = jax.tree.map(read, arrays, is_leaf=_is_stacked)
     specs = jax.tree.map(_spec_of, arrays, specs, is_leaf=_is_stacked)
+    apart = mesh.split(REPLICA) > 1 and not any(map(_is_stacked, jax.tree.leaves(arrays, is_leaf=_is_stacked)))
+    if apart:
+        arrays, specs = jax.tree.map(mesh.by_replica, arrays), jax.tree.map(lambda spec: P(REPLICA, *spec), specs)
 
     def local(arrays: Any, *tokens: Array) -> Array:
+        arrays = jax.tree.map(lambda a: a[0], arrays) if apart else arrays
         experts = eqx.combine(arrays, static)
         experts = eqx.tree_at(down, experts, down(experts).part(TENSOR)) if hidden else experts
         return _dispatch(experts, *tokens, devices=devices)[None]
