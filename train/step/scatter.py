@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Shaped
 from kernels import Tokens, mesh
 from kernels.stacked import Stacked
 from train.state.mesh import axes_of, without_replicas
+from zoo.nn.block import AbstractBlock, AbstractSharingBlock, Report, Shared, run_block
 from zoo.nn.cache import AbstractCache
-from zoo.nn.stack import AbstractBlock, AbstractSharingBlock, Report, Shared, Stack, run_block
+from zoo.nn.stack import Stack
 
 
 M = TypeVar("M")
