@@ -18,6 +18,7 @@ from kernels.delta_rule import delta_rule
 from kernels.dispatch import explain, prefer
 from kernels.invariant import mean, product, softmax, total
 from kernels.masks import Around, Causal, Chunk, Full, Mask, Spans, Window, sliding
+from kernels.products import products
 from kernels.quantized_matmul import fp8_matmul, int8_matmul
 from kernels.ragged_dot import ragged_dot, rounded_ragged_dot
 from kernels.stacked import Slots, Stacked
@@ -50,6 +51,7 @@ __all__ = [
     "mean",
     "prefer",
     "product",
+    "products",
     "ragged_dot",
     "rounded_ragged_dot",
     "sliding",
