@@ -9,6 +9,7 @@ This package knows no model, and imports only jax, numpy and jaxtyping.
 """
 
 from kernels.attention import FEW, attention
+from kernels.cache_write import cache_write
 from kernels.causal_conv import causal_conv
 from kernels.coded import Coded
 from kernels.coded_matmul import coded_matmul
@@ -39,6 +40,7 @@ __all__ = [
     "Tokens",
     "Window",
     "attention",
+    "cache_write",
     "causal_conv",
     "coded_matmul",
     "counted",

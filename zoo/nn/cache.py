@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
+import kernels
 from kernels import Stacked, Tokens
 from kernels.mesh import BATCH, TENSOR, fitting
 from kernels.quantized_matmul.quantize import quantize
@@ -143,7 +144,8 @@ class KV(AbstractPagedCache):
         """Writes new keys and values. Returns the cache, this layer's keys and values, and where they stand."""
         positions = positions_of(at, k)
         where = _where(self, positions, self.k.shape)
-        new = dataclasses.replace(self, k=_write(self.k, where, k), v=_write(self.v, where, v))
+        stored_k, stored_v = _write_both((self.k, self.v), where, (k, v))
+        new = dataclasses.replace(self, k=stored_k, v=stored_v)
         table, first = _view(self, positions, self.k.shape[2])
         keys, values = (_read(x, self.layer, dtype, table) for x, dtype in ((new.k, k.dtype), (new.v, v.dtype)))
         index = jnp.arange(keys.shape[1])[None]
@@ -219,8 +221,9 @@ class WindowKV(AbstractCache):
         last = jnp.max(positions, axis=1, keepdims=True)
         kept = (positions >= 0) & (positions > last - length)
         # An index of `length` is out of bounds, and so not written.
-        where = (self.layer, jnp.arange(batch)[:, None], jnp.where(kept, positions % length, length))
-        new = WindowKV(_write(self.k, where, k), _write(self.v, where, v), self.layer, self.spare)
+        where = (self.layer, _rows(batch), jnp.where(kept, positions % length, length))
+        stored_k, stored_v = _write_both((self.k, self.v), where, (k, v))
+        new = WindowKV(stored_k, stored_v, self.layer, self.spare)
         if seq <= 1 + self.spare and at.spans is None:
             k_at = Tokens(_in_ring(last, length))
             return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), k_at
@@ -438,6 +441,15 @@ def _write(store: Array | Int8Vectors, where: tuple[Array, ...], new: Float[Arra
     return Int8Vectors(store.values.at[where].set(values), store.scale.at[where].set(scale), parts)
 
 
+def _write_both(
+    stores: tuple[Array | Int8Vectors, ...], where: tuple[Array, ...], new: tuple[Float[Array, "batch seq ..."], ...]
+) -> tuple[Any, ...]:
+    """Writes keys and values: on a GPU in one kernel, unless they have to be quantised first."""
+    if any(isinstance(store, Int8Vectors) for store in stores):
+        return tuple(_write(store, where, x) for store, x in zip(stores, new, strict=True))
+    return kernels.cache_write(stores, new, *where)
+
+
 def _read(
     store: Array | Int8Vectors, layer: Int[Array, ""], dtype: DTypeLike, table: Int[Array, "batch pages"] | None = None
 ) -> Stacked:
@@ -484,10 +496,15 @@ def _where(cache: AbstractPagedCache, positions: Int[Array, "batch seq"], shape:
     _, rows, length, *_ = shape
     padding = positions < 0
     if cache.table is None:
-        return cache.layer, jnp.arange(len(positions))[:, None], jnp.where(padding, length, positions)
+        return cache.layer, _rows(len(positions)), jnp.where(padding, length, positions)
     number = jnp.where(padding, cache.table.shape[2], positions // length)
     page = jnp.take_along_axis(cache.table[0], number, axis=1, mode="fill", fill_value=rows)
     return cache.layer, page, positions % length
+
+
+def _rows(batch: int) -> Int[np.ndarray, "batch 1"]:
+    """Returns the number of each row of the batch; as a constant, which a GPU does not compute in each layer."""
+    return np.arange(batch, dtype=np.int32)[:, None]
 
 
 def _view(

@@ -1,0 +1,18 @@
+"""Defines the writing of new tokens into a cache: a scatter into each array."""
+
+from jaxtyping import Array, Int, Shaped
+
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+RANK = 4
+
+
+def cache_write(
+    stores: tuple[Shaped[Array, "layers rows slots ..."], ...],
+    new: tuple[Shaped[Array, "batch seq ..."], ...],
+    layer: Int[Array, ""],
+    row: Int[Array, "batch _"],
+    slot: Int[Array, "batch seq"],
+) -> tuple[Shaped[Array, "layers rows slots ..."], ...]:
+    """Computes `kernels.cache_write` in plain JAX."""
+    return tuple(store.at[layer, row, slot].set(x.astype(store.dtype)) for store, x in zip(stores, new, strict=True))
