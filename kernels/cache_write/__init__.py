@@ -1,5 +1,6 @@
 """Writing of new tokens' keys and values into a cache, in place."""
 
+import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from kernels import dispatch
@@ -9,7 +10,7 @@ def cache_write(
     stores: tuple[Shaped[Array, "layers rows slots ..."], ...],
     new: tuple[Shaped[Array, "batch seq ..."], ...],
     layer: Int[Array, ""],
-    row: Int[Array, "batch _"],
+    row: Int[Array | np.ndarray, "batch _"],
     slot: Int[Array, "batch seq"],
     *,
     implementation: str | None = None,

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int, Shaped
 
@@ -25,9 +26,7 @@ WIDTH = 1024  # numbers that a program writes: 16 bytes for each of 128 threads
 WARPS = 4
 
 
-def refusal(
-    stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array, row: Array, slot: Array
-) -> str | None:
+def refusal(stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array, row: Array, slot: Array) -> str | None:
     """Returns why this implementation cannot take these arguments of `cache_write`, or None if it can."""
     del layer, row
     if slot.shape[1] > MOST_TOKENS:
@@ -44,7 +43,7 @@ def cache_write(
     stores: tuple[Shaped[Array, "layers rows slots ..."], ...],
     new: tuple[Shaped[Array, "batch seq ..."], ...],
     layer: Int[Array, ""],
-    row: Int[Array, "batch _"],
+    row: Int[Array | np.ndarray, "batch _"],
     slot: Int[Array, "batch seq"],
 ) -> tuple[Shaped[Array, "layers rows slots ..."], ...]:
     """Computes `kernels.cache_write` in Triton."""

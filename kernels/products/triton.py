@@ -1,11 +1,11 @@
 """Products of a few rows with several matrices, for NVIDIA GPUs, in Pallas-Triton: one kernel for all matrices.
 
 It takes as long as reading the matrices takes, if enough of their bytes are on the way at a time: the H200's 4.8 TB/s
-times some 0.8 microseconds are 4 MB, or 29 KB for each of its 132 multiprocessors. So a program multiplies all rows by a
-few of a matrix's rows, four steps ahead of its sums, and blocks are halved where there would be too few programs. Sums
+times some 0.8 microseconds are 4 MB, or 29 KB for each of its 132 multiprocessors. So a program loads blocks of a
+matrix three steps ahead of its sums (24 or 48 KB), and blocks are halved where there would be too few programs. Sums
 are not split over programs: that would take a second kernel to add them up.
 
-The matrix is the left operand, whose side of 32 or 64 rows fills the tensor cores' tiles; x is padded to 16 rows.
+The matrix is the left operand, whose 32 or 64 rows fill the tiles of tensor cores. x is padded to 16 rows.
 """
 
 import functools

@@ -132,8 +132,7 @@ class Attention(AbstractGroupedAttention):
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         q, k, v = map(heads, project(x, self.q_proj, self.k_proj, self.v_proj))
-        q = self.rotary(q, at)
-        k = self.rotary(k, at)
+        q, k = self.rotary(q, at), self.rotary(k, at)
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)

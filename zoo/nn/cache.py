@@ -434,7 +434,11 @@ def _vector_specs(x: Any, sizes: Mapping[str, int], *, heads: bool = True, paged
     return eqx.tree_at(of, x, (spec, spec)) if isinstance(x, Int8Vectors) else spec
 
 
-def _write(store: Array | Int8Vectors, where: tuple[Array, ...], new: Float[Array, "batch seq ..."]) -> Any:
+_Place = tuple[Int[Array, ""], Int[Array | np.ndarray, "batch _"], Int[Array, "batch seq"]]
+"""The index of each token's vector in an array: the layer, the row or the page, and the slot."""
+
+
+def _write(store: Array | Int8Vectors, where: _Place, new: Float[Array, "batch seq ..."]) -> Any:
     if not isinstance(store, Int8Vectors):
         return store.at[where].set(new.astype(store.dtype))
     values, scale, parts = _quantized(new, store.parts)
@@ -442,12 +446,13 @@ def _write(store: Array | Int8Vectors, where: tuple[Array, ...], new: Float[Arra
 
 
 def _write_both(
-    stores: tuple[Array | Int8Vectors, ...], where: tuple[Array, ...], new: tuple[Float[Array, "batch seq ..."], ...]
+    stores: tuple[Array | Int8Vectors, Array | Int8Vectors], where: _Place, new: tuple[Array, Array]
 ) -> tuple[Any, ...]:
-    """Writes keys and values: on a GPU in one kernel, unless they have to be quantised first."""
-    if any(isinstance(store, Int8Vectors) for store in stores):
+    """Writes keys and values: on a GPU by one kernel, unless they have to be quantised first."""
+    plain = tuple(store for store in stores if not isinstance(store, Int8Vectors))
+    if len(plain) < len(stores):
         return tuple(_write(store, where, x) for store, x in zip(stores, new, strict=True))
-    return kernels.cache_write(stores, new, *where)
+    return kernels.cache_write(plain, new, *where)
 
 
 def _read(
@@ -490,7 +495,7 @@ def _paged_kv(cache: KV | WindowKV, window: int | None, pages: PagesOf, slots: i
     return KV(k=k, v=v, layer=cache.layer, table=_empty_table(batch, slots, length), window=window)
 
 
-def _where(cache: AbstractPagedCache, positions: Int[Array, "batch seq"], shape: tuple[int, ...]) -> tuple[Array, ...]:
+def _where(cache: AbstractPagedCache, positions: Int[Array, "batch seq"], shape: tuple[int, ...]) -> _Place:
     """Returns the index of each token's vector in arrays of this shape. That of padding is out of bounds: it is not
     written, nor are tokens for which a row has no page."""
     _, rows, length, *_ = shape
