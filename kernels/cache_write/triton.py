@@ -82,14 +82,14 @@ def _cache_write(stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array
 def _kernel(count: int, *refs: Any) -> None:
     """Writes a part of a token's vectors, unless its place is beyond the arrays."""
     new, (layer_ref, row_ref, slot_ref), written = refs[:count], refs[count : count + 3], refs[-count:]
-    token, batch = pl.program_id(1), pl.program_id(2)
+    number, token, batch = (pl.program_id(axis) for axis in range(3))
     row, slot = row_ref[batch, jnp.minimum(token, row_ref.shape[1] - 1)], slot_ref[batch, token]
     _, rows, slots, _ = written[0].shape
 
     @pl.when((row < rows) & (slot < slots))
     def _() -> None:
         for new_ref, written_ref in zip(new, written, strict=True):
-            part = Side.of(pl.program_id(0), WIDTH, new_ref.shape[2])
+            part = Side.of(number, WIDTH, new_ref.shape[2])
             x = load(new_ref.at[batch, token, part.indices], part.own)
             place = written_ref.at[layer_ref[...], row, slot, part.indices]
             store(place, x.astype(written_ref.dtype), part.own)
