@@ -19,6 +19,7 @@ from kernels.delta_rule import delta_rule
 from kernels.dispatch import explain, prefer
 from kernels.invariant import mean, product, softmax, total
 from kernels.masks import Around, Causal, Chunk, Full, Mask, Spans, Window, sliding
+from kernels.products import products
 from kernels.quantized_matmul import fp8_matmul, int8_matmul
 from kernels.ragged_dot import ragged_dot, rounded_ragged_dot
 from kernels.sort_rows import sort_rows
@@ -53,6 +54,7 @@ __all__ = [
     "mean",
     "prefer",
     "product",
+    "products",
     "ragged_dot",
     "rounded_ragged_dot",
     "sliding",

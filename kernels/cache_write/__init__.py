@@ -1,5 +1,6 @@
 """Writing of new tokens' keys and values into a cache, in place."""
 
+import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from kernels import dispatch
@@ -9,7 +10,7 @@ def cache_write(
     stores: tuple[Shaped[Array, "layers rows slots ..."], ...],
     new: tuple[Shaped[Array, "batch seq ..."], ...],
     layer: Int[Array, ""],
-    row: Int[Array, "batch _"],
+    row: Int[Array | np.ndarray, "batch _"],
     slot: Int[Array, "batch seq"],
     *,
     implementation: str | None = None,
@@ -22,10 +23,11 @@ def cache_write(
     `implementation` is one of
 
     - "reference": a scatter by XLA for each of `stores`.
+    - "triton": for NVIDIA GPUs, up to 16 tokens in each row: one kernel for all of `stores`.
     - "tpu": on TPUs, for vectors that XLA stores with their slots last (`kernels.columns`), up to 128 tokens in all.
     - "invariant": "reference".
 
-    None chooses "tpu" on a TPU, and "reference" for what it refuses.
+    None chooses "triton" on a GPU and "tpu" on a TPU, and "reference" for what these refuse.
 
     Raises:
         ValueError: the implementation asked for cannot take these arguments.

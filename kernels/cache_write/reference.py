@@ -1,5 +1,6 @@
 """Defines the writing of new tokens into a cache: a scatter into each array."""
 
+import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 
@@ -11,7 +12,7 @@ def cache_write(
     stores: tuple[Shaped[Array, "layers rows slots ..."], ...],
     new: tuple[Shaped[Array, "batch seq ..."], ...],
     layer: Int[Array, ""],
-    row: Int[Array, "batch _"],
+    row: Int[Array | np.ndarray, "batch _"],
     slot: Int[Array, "batch seq"],
 ) -> tuple[Shaped[Array, "layers rows slots ..."], ...]:
     """Computes `kernels.cache_write` in plain JAX."""

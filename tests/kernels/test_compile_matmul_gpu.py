@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kernels
+from kernels import Stacked
 from kernels.quantized_matmul import triton, xla
 from kernels.quantized_matmul.shared import Formula
 from tests.kernels.gpu import Case, complaints, mesh_of, needs_compiler
@@ -43,6 +44,28 @@ def step(dtype, rows, ins, outs, temporary):
     return Case(function, arguments, ("matmul_both",), temporary)
 
 
+def together(rows, ins, *outs, card="h200", temporary=0):
+    """Returns a case of products of a few rows with several matrices, of the second layer of stacks of three."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def function(x, stacks):
+        return kernels.products(x, *(Stacked(stack, jnp.array(1)) for stack in stacks), implementation="triton")
+
+    return Case(function, (array(rows, ins), [array(3, out, ins) for out in outs]), (), temporary, card)
+
+
+def written(*shape, rows=8, heads=8, dim=128):
+    """Returns a case of one token's keys and values of each row, written into caches of three layers."""
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    vectors, numbers = array(jnp.bfloat16, rows, 1, heads, dim), array(jnp.int32, rows, 1)
+
+    def function(k, v, row, slot):
+        stores = [jnp.zeros((3, *shape, heads, dim), jnp.bfloat16)] * 2
+        return kernels.cache_write(tuple(stores), (k, v), jnp.array(1), row, slot, implementation="triton")
+
+    return Case(function, (vectors, vectors, numbers, numbers), (), 0)
+
+
 BOTH = dict(activations=True, hgmma=("matmul_both",))
 SCALED = dict(activations=True, hgmma=("matmul_scaled",))
 FP8 = jnp.float8_e4m3fn
@@ -66,6 +89,12 @@ CASES = {
     "weights only, fp8, block, prefill": case(FP8, "block", 4096, 4096, 14336),
     "weights only, int8, channel, edges": case(jnp.int8, "channel", 1000, 2880, 2880),
     "weights only, fp8, block, edges": case(FP8, "block", 100, 2880, 2880),
+    "together, q, k and v of Qwen3 8B": together(8, 4096, 4096, 1024, 1024),
+    "together, gate and up of Qwen3 8B": together(16, 4096, 12288, 12288),
+    "together, edges": together(1, 2880, 4096, 520, 40),
+    "together, gate and up, an A100": together(16, 4096, 12288, 12288, card="a100"),
+    "together, gate and up, an RTX 4090": together(16, 4096, 12288, 12288, card="4090"),
+    "keys and values written": written(8, 8192),
 }
 
 

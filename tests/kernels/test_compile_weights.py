@@ -62,11 +62,11 @@ MADE = {"deepseek-v2-lite": "[16,512,128]", "deepseek-v3": "[128,512,128]"}
 
 # The most kernels of a layer, of a step with 8 rows: the mean of the layers that the second number has more.
 KERNELS = {
-    ("llama3.1-8b", 2, 4): 15.5,
-    ("qwen3-8b", 2, 4): 16,
-    ("gemma3-12b", 6, 12): 18,
-    ("qwen3-30b-a3b", 2, 4): 23,
-    ("gpt-oss-20b", 2, 4): 22.5,
+    ("llama3.1-8b", 2, 4): 12,
+    ("qwen3-8b", 2, 4): 12,
+    ("gemma3-12b", 6, 12): 14,
+    ("qwen3-30b-a3b", 2, 4): 20,
+    ("gpt-oss-20b", 2, 4): 20,
     ("deepseek-v3", 2, 4): 39,
 }
 

@@ -242,6 +242,34 @@ def test_tokens_are_written_by_columns(dtype):
         assert (np.asarray(ours) != np.asarray(before)).any(axis=tuple(range(3, ours.ndim))).sum() == 6
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_tokens_are_written_into_a_cache(implementation):
+    """All arrays get their vectors, rounded, and nothing else changes. Rows and slots that do not exist are dropped."""
+    random = np.random.RandomState(0)
+    stores = tuple(jnp.asarray(random.randn(2, 3, 5, 2, dim), jnp.bfloat16) for dim in (6, 700))
+    new = tuple(random.randn(4, 2, 2, dim).astype(np.float32) for dim in (6, 700))
+    row, slot = np.array([[2], [0], [3], [1]], np.int32), np.array([[1, 4], [5, 0], [1, 2], [3, 2]], np.int32)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def both(stores, new, layer, row, slot):
+        write = lambda stores, new: kernels.cache_write(stores, new, layer, row, slot, implementation=implementation)
+        written, gradients = jax.vjp(write, stores, new)
+        return written, gradients(jax.tree.map(jnp.ones_like, written))
+
+    written, (d_stores, d_new) = both(stores, new, jnp.int32(1), row, slot)
+    expected = [np.array(store) for store in stores]
+    dropped = np.zeros((4, 2), bool)
+    for n, (r, i) in enumerate(zip(np.repeat(row, 2), slot.reshape(-1), strict=True)):
+        dropped.reshape(-1)[n] = r == 3 or i == 5
+        for array, x in zip(expected, new, strict=True):
+            if not dropped.reshape(-1)[n]:
+                array[1, r, i] = x.reshape(8, 2, -1)[n].astype(array.dtype)
+    for got, want, d_store, d in zip(written, expected, d_stores, d_new, strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert d_store[0].all() and d_store[1].any(axis=(2, 3)).sum() == 15 - 5
+        np.testing.assert_array_equal(d.any(axis=(2, 3)), ~dropped)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_over_a_mesh(kv_heads):
     """A layer's cache heads are split like the queries', and repeated if too few. A single head stays whole."""

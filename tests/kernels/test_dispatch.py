@@ -30,7 +30,7 @@ QKV = [shape(2, 300, 4, 16), shape(2, 300, 2, 16), shape(2, 300, 2, 16)]
 # By operation: the implementations tried on a CPU, on a GPU and on a TPU, in order, and those that serve only by name.
 ASKED = {
     "attention": ("xla reference", "cudnn triton xla reference", "tpu xla reference", "invariant mosaic"),
-    "cache_write": ("reference", "reference", "tpu reference", "invariant"),
+    "cache_write": ("reference", "triton reference", "tpu reference", "invariant"),
     "coded_matmul": ("reference", "triton reference", "tpu reference", ""),
     "cross_entropy": ("xla reference", "xla reference", "xla reference", ""),
     "decode_attention": ("xla reference", "triton xla reference", "tpu_columns tpu xla reference", "invariant"),
@@ -41,6 +41,7 @@ ASKED = {
         "invariant",
     ),
     "delta_step": ("reference", "triton reference", "tpu reference", "invariant"),
+    "products": ("reference", "triton reference", "reference", "invariant"),
     "quantized_matmul": ("xla reference", "triton xla reference", "tpu xla reference", ""),
     "ragged_dot": ("xla reference", "triton xla reference", "tpu xla reference", "invariant mosaic"),
     "sort_rows": ("reference", "triton reference", "reference", "invariant"),

@@ -21,7 +21,7 @@ from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.clip import AbstractGroupedAttention
 from zoo.nn.fields import fill_layers
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu, project
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.stack import Caches, Reports, Stack
@@ -104,9 +104,8 @@ class Attention(AbstractGroupedAttention):
         self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q = self.rotary(heads(self.q_proj(x)), at)
-        k = self.rotary(heads(self.k_proj(x)), at)
-        v = heads(self.v_proj(x))
+        q, k, v = map(heads, project(x, self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.rotary(q, at), self.rotary(k, at)
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)
@@ -127,7 +126,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(geglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class Block(AbstractDecoderBlock):

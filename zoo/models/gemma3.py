@@ -23,7 +23,7 @@ from kernels import Tokens
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.fields import fill_layers, typed
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, OffsetRMSNorm, geglu, project
 from zoo.nn.model import AbstractVisionModel, Family, Images, Released, causal_keys
 from zoo.nn.rope import LinearScaling, RopeScaling, Rotary
 from zoo.nn.stack import Caches, Reports, Stack
@@ -154,9 +154,9 @@ class Attention(eqx.Module):
         self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q = self.rotary(self.q_norm(heads(self.q_proj(x))), at)
-        k = self.rotary(self.k_norm(heads(self.k_proj(x))), at)
-        v = heads(self.v_proj(x))
+        q, k, v = map(heads, project(x, self.q_proj, self.k_proj, self.v_proj))
+        q = self.rotary(self.q_norm(q), at)
+        k = self.rotary(self.k_norm(k), at)
         k_at = at  # where the keys stand
         if cache is not None:
             if self.bidirectional:
@@ -184,7 +184,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(geglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class Block(AbstractDecoderBlock):

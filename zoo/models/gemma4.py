@@ -37,6 +37,7 @@ from zoo.nn.layers import (
     Float32RMSNorm,
     Linear,
     geglu,
+    project,
     rms_normalized,
     times,
 )
@@ -266,7 +267,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(width, embed, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(geglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class ScaledRouter(eqx.Module):

@@ -28,6 +28,7 @@ from zoo.nn.layers import (
     ExpertLinear,
     Linear,
     RMSNorm,
+    project,
     swiglu,
 )
 from zoo.nn.model import AbstractMixtureConfig, Family, OneOf, Released, causal_keys
@@ -125,7 +126,7 @@ class Attention(eqx.Module):
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        q, k, v = map(heads, project(x, self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary(q, at), self.rotary(k, at)

@@ -33,6 +33,7 @@ from zoo.nn.layers import (
     ExpertLinear,
     Linear,
     RMSNorm,
+    project,
     swiglu,
     times,
 )
@@ -154,10 +155,9 @@ class Attention(AbstractGroupedAttention, AbstractMixer):
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q, k = heads(self.q_proj(x)), heads(self.k_proj(x))
+        q, k, v = map(heads, project(x, self.q_proj, self.k_proj, self.v_proj))
         if self.rotary is not None:
             q, k = self.rotary(q, at), self.rotary(k, at)
-        v = heads(self.v_proj(x))
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)

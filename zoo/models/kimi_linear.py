@@ -36,6 +36,7 @@ from zoo.nn.layers import (
     Float32,
     Linear,
     RMSNorm,
+    project,
     recomputed,
     swiglu,
 )
@@ -201,7 +202,7 @@ class DeltaAttention(AbstractMixer):
         delta, flat = self.delta, lambda y: y.reshape(*y.shape[:2], -1)
         heads = lambda y: y.reshape(*y.shape[:2], delta.key_heads, -1)
         # One convolution for all, whose channels lie by heads: so "tensor" splits them as it splits the projections.
-        qkv = jnp.concatenate([heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj)], axis=-1)
+        qkv = jnp.concatenate([heads(y) for y in project(x, self.q_proj, self.k_proj, self.v_proj)], axis=-1)
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         by_head = [conv.weight.reshape(delta.key_heads, delta.key_dim, -1) for conv in convs]
         conv = jnp.concatenate(by_head, axis=1).reshape(-1, delta.width)
@@ -236,7 +237,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class Experts(eqx.Module):

@@ -31,6 +31,7 @@ from zoo.nn.layers import (
     ExpertLinear,
     Linear,
     RMSNorm,
+    project,
     recomputed,
     swiglu,
 )
@@ -197,9 +198,9 @@ class Attention(eqx.Module):
         self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q = self.rotary(self.q_norm(heads(self.q_proj(x))), at)
-        k = self.rotary(self.k_norm(heads(self.k_proj(x))), at)
-        v = heads(self.v_proj(x))
+        q, k, v = map(heads, project(x, self.q_proj, self.k_proj, self.v_proj))
+        q = self.rotary(self.q_norm(q), at)
+        k = self.rotary(self.k_norm(k), at)
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)

@@ -19,7 +19,7 @@ from kernels import Tokens
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.fields import fill_layers
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, project, swiglu
 from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
@@ -124,9 +124,9 @@ class Attention(AbstractMixer):
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q = self.rotary(self.q_layernorm(heads(self.q_proj(x))), at)
-        k = self.rotary(self.k_layernorm(heads(self.k_proj(x))), at)
-        v = heads(self.v_proj(x))
+        q, k, v = map(heads, project(x, self.q_proj, self.k_proj, self.v_proj))
+        q = self.rotary(self.q_layernorm(q), at)
+        k = self.rotary(self.k_layernorm(k), at)
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)
@@ -149,7 +149,7 @@ class MLP(eqx.Module):
         self.w3 = Linear(c.hidden_size, c.width, key=up)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.w2(swiglu(self.w1(x), self.w3(x)))
+        return self.w2(swiglu(*project(x, self.w1, self.w3)))
 
 
 class Block(AbstractDecoderBlock):

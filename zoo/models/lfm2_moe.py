@@ -29,6 +29,7 @@ from zoo.nn.layers import (
     Float32,
     Linear,
     RMSNorm,
+    project,
     swiglu,
 )
 from zoo.nn.mixer import AbstractMixer
@@ -116,9 +117,9 @@ class Attention(AbstractMixer):
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q = self.rotary(self.q_layernorm(heads(self.q_proj(x))), at)
-        k = self.rotary(self.k_layernorm(heads(self.k_proj(x))), at)
-        v = heads(self.v_proj(x))
+        q, k, v = map(heads, project(x, self.q_proj, self.k_proj, self.v_proj))
+        q = self.rotary(self.q_layernorm(q), at)
+        k = self.rotary(self.k_layernorm(k), at)
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)

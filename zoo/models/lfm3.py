@@ -21,7 +21,7 @@ from kernels.sums import scaled
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, AbstractCache, WindowKV, init_kv
 from zoo.nn.fields import fill_layers
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, project, swiglu
 from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, Released, causal_keys
 from zoo.nn.rope import ProportionalRotary
@@ -131,8 +131,8 @@ class Attention(AbstractMixer):
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         rotated = lambda y: self.rotary(y.astype(jnp.float32), at).astype(x.dtype)
-        q, k = rotated(self.q_norm(heads(self.q_proj(x)))), rotated(self.k_norm(heads(self.k_proj(x))))
-        v = heads(self.v_proj(x))
+        q, k, v = map(heads, project(x, self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotated(self.q_norm(q)), rotated(self.k_norm(k))
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)
@@ -157,7 +157,7 @@ class MLP(eqx.Module):
         self.w3 = Linear(c.hidden_size, c.intermediate_size, key=up)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.w2(swiglu(self.w1(x), self.w3(x)))
+        return self.w2(swiglu(*project(x, self.w1, self.w3)))
 
 
 class Block(AbstractDecoderBlock):

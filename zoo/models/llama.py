@@ -20,7 +20,7 @@ from kernels import Tokens
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV
 from zoo.nn.clip import AbstractGroupedAttention
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, project, swiglu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import Llama3Scaling, RopeScaling, Rotary
 from zoo.nn.stack import Caches, Reports, Stack
@@ -132,9 +132,8 @@ class Attention(AbstractGroupedAttention):
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q = self.rotary(heads(self.q_proj(x)), at)
-        k = self.rotary(heads(self.k_proj(x)), at)
-        v = heads(self.v_proj(x))
+        q, k, v = map(heads, project(x, self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.rotary(q, at), self.rotary(k, at)
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)
@@ -154,7 +153,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class Block(AbstractDecoderBlock):

@@ -25,7 +25,7 @@ from kernels.sums import pick, scaled
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, rms_normalized, swiglu
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, project, rms_normalized, swiglu
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released
 from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling, coordinates
 from zoo.nn.routing import Router
@@ -174,7 +174,8 @@ class Attention(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
-        q, k, v = (y(x).reshape(*x.shape[:2], -1, self.head_dim) for y in (self.q_proj, self.k_proj, self.v_proj))
+        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        q, k, v = map(heads, project(x, self.q_proj, self.k_proj, self.v_proj))
         k_at = at  # where the keys stand
         if self.rotary is not None:
             q, k = self.rotary(q, at), self.rotary(k, at)
@@ -201,7 +202,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(width, embed, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class MoE(eqx.Module):

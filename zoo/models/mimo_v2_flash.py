@@ -33,6 +33,7 @@ from zoo.nn.layers import (
     ExpertLinear,
     Linear,
     RMSNorm,
+    project,
     swiglu,
     times,
 )
@@ -141,9 +142,10 @@ class Attention(AbstractGroupedAttention):
         self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y, dim: y.reshape(*y.shape[:2], -1, dim)
-        q = self.rotary(heads(self.q_proj(x), self.head_dim), at)
-        k = self.rotary(heads(self.k_proj(x), self.head_dim), at)
-        v = heads(self.v_proj(x), self.v_head_dim)
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q = self.rotary(heads(q, self.head_dim), at)
+        k = self.rotary(heads(k, self.head_dim), at)
+        v = heads(v, self.v_head_dim)
         v = times(v, self.value_scale)
         k_at = at  # where the keys stand
         if cache is not None:

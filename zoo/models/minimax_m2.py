@@ -22,7 +22,16 @@ from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
+from zoo.nn.layers import (
+    AbstractExpertLinear,
+    AbstractLinear,
+    Embedding,
+    ExpertLinear,
+    Linear,
+    RMSNorm,
+    project,
+    swiglu,
+)
 from zoo.nn.model import AbstractMixtureConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary
 from zoo.nn.routing import BiasedFloat32Router, rebalance
@@ -92,9 +101,10 @@ class Attention(eqx.Module):
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q = self.rotary(heads(self.q_norm(self.q_proj(x))), at)
-        k = self.rotary(heads(self.k_norm(self.k_proj(x))), at)
-        v = heads(self.v_proj(x))
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q = self.rotary(heads(self.q_norm(q)), at)
+        k = self.rotary(heads(self.k_norm(k)), at)
+        v = heads(v)
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)

@@ -31,6 +31,7 @@ from zoo.nn.layers import (
     Linear,
     OffsetRMSNorm,
     erf_gelu,
+    project,
     rms_normalized,
     swiglu,
     times,
@@ -144,17 +145,18 @@ class Attention(eqx.Module):
         self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q = rms_normalized(heads(self.q_proj(x)), self.norm_eps)
-        k = rms_normalized(heads(self.k_proj(x)), self.norm_eps)
+        q, k, v, gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.gate_proj)
+        q = rms_normalized(heads(q), self.norm_eps)
+        k = rms_normalized(heads(k), self.norm_eps)
         if self.rotary is not None:
             q, k = self.rotary(q, at), self.rotary(k, at)
-        v = heads(self.v_proj(x))
+        v = heads(v)
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)
         scale = self.qk_scale_factor * self.head_dim**-0.5
         y = kernels.attention(q, k, v, at, k_at, scale=scale, mask=kernels.sliding(self.window))
-        y = y.reshape(*y.shape[:2], -1) * jax.nn.sigmoid(self.gate_proj(x))
+        y = y.reshape(*y.shape[:2], -1) * jax.nn.sigmoid(gate)
         return self.o_proj(y), cache
 
 
@@ -170,7 +172,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class Block(AbstractDecoderBlock):

@@ -38,6 +38,7 @@ from zoo.nn.layers import (
     ExpertLinear,
     Float32RMSNorm,
     Linear,
+    project,
     recomputed,
 )
 from zoo.nn.mamba2 import Mamba2
@@ -177,7 +178,7 @@ class Attention(AbstractGroupedAttention, AbstractMixer):
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        q, k, v = map(heads, project(x, self.q_proj, self.k_proj, self.v_proj))
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)

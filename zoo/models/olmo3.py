@@ -20,7 +20,7 @@ from kernels import Tokens
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.fields import fill_layers
-from zoo.nn.layers import AbstractLinear, Embedding, Float32RMSNorm, Linear, swiglu
+from zoo.nn.layers import AbstractLinear, Embedding, Float32RMSNorm, Linear, project, swiglu
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import RopeScaling, Rotary, YarnScaling
 from zoo.nn.stack import Caches, Reports, Stack
@@ -109,8 +109,8 @@ class Attention(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         rotated = lambda y: self.rotary(heads(y).astype(jnp.float32), at).astype(x.dtype)
-        q, k = rotated(self.q_norm(self.q_proj(x))), rotated(self.k_norm(self.k_proj(x)))
-        v = heads(self.v_proj(x))
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = rotated(self.q_norm(q)), rotated(self.k_norm(k)), heads(v)
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)
@@ -130,7 +130,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class Block(AbstractDecoderBlock):

@@ -22,7 +22,7 @@ from kernels import Tokens
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV
 from zoo.nn.delta import AbstractDeltaConfig, GatedDelta
-from zoo.nn.layers import AbstractLinear, Conv1d, Embedding, Float32RMSNorm, GatedRMSNorm, Linear, swiglu
+from zoo.nn.layers import AbstractLinear, Conv1d, Embedding, Float32RMSNorm, GatedRMSNorm, Linear, project, swiglu
 from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractModel, Family, OneOf, Released
 from zoo.nn.recurrent import RecurrentCache
@@ -115,7 +115,8 @@ class Attention(AbstractMixer):
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q, k, v = heads(self.q_norm(self.q_proj(x))), heads(self.k_norm(self.k_proj(x))), heads(self.v_proj(x))
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = heads(self.q_norm(q)), heads(self.k_norm(k)), heads(v)
         if self.rotary is not None:
             q, k = (self.rotary(y.astype(jnp.float32), at).astype(y.dtype) for y in (q, k))
         k_at = at  # where the keys stand
@@ -173,7 +174,7 @@ class GatedDeltaNet(AbstractMixer):
         d, flat = self.delta, lambda y: y.reshape(*y.shape[:2], -1)
         groups = lambda y: y.reshape(*y.shape[:2], d.key_heads, -1)
         # One convolution for all, whose channels lie by heads: so "tensor" splits them as it splits the projections.
-        qkv = jnp.concatenate([groups(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj)], axis=-1)
+        qkv = jnp.concatenate([groups(y) for y in project(x, self.q_proj, self.k_proj, self.v_proj)], axis=-1)
         convs = [c.weight.reshape(d.key_heads, -1, d.width) for c in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
         conv = jnp.concatenate(convs, axis=1).reshape(-1, d.width)
 
@@ -205,7 +206,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class RecurrentBlock(AbstractDecoderBlock):

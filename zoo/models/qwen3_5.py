@@ -26,7 +26,17 @@ from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, AbstractCache
 from zoo.nn.delta import AbstractDeltaConfig, GatedDelta
-from zoo.nn.layers import AbstractLinear, Conv1d, Embedding, Float32, GatedRMSNorm, Linear, OffsetRMSNorm, swiglu
+from zoo.nn.layers import (
+    AbstractLinear,
+    Conv1d,
+    Embedding,
+    Float32,
+    GatedRMSNorm,
+    Linear,
+    OffsetRMSNorm,
+    project,
+    swiglu,
+)
 from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released
 from zoo.nn.mtp import AbstractMTPModel, AbstractOneLayerMTP
@@ -176,10 +186,11 @@ class Attention(AbstractMixer):
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y, dim: y.reshape(*y.shape[:2], -1, dim)
-        q, gate = jnp.split(heads(self.q_proj(x), 2 * self.head_dim), 2, axis=-1)
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, gate = jnp.split(heads(q, 2 * self.head_dim), 2, axis=-1)
         q = self.rotary(self.q_norm(q), at)
-        k = self.rotary(self.k_norm(heads(self.k_proj(x), self.head_dim)), at)
-        v = heads(self.v_proj(x), self.head_dim)
+        k = self.rotary(self.k_norm(heads(k, self.head_dim)), at)
+        v = heads(v, self.head_dim)
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)
@@ -220,12 +231,13 @@ class GatedDeltaNet(AbstractMixer):
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: RecurrentCache | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], RecurrentCache | None]:
-        a = self.in_proj_a(x).astype(jnp.float32)
+        qkv, z, b, a = project(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        a = a.astype(jnp.float32)
         rate = jax.nn.softplus(a + jnp.broadcast_to(self.dt_bias.astype(jnp.float32), a.shape))
         decay = -jnp.broadcast_to(jnp.exp(self.A_log.value), a.shape) * rate
-        beta, qkv, conv = jax.nn.sigmoid(self.in_proj_b(x)), self.in_proj_qkv(x), self.conv1d.weight[:, 0]
+        beta, conv = jax.nn.sigmoid(b), self.conv1d.weight[:, 0]
         y, cache = self.delta(qkv, decay, beta, cache, at, conv=conv, split=self.split)
-        y = self.norm(y, self.in_proj_z(x).reshape(y.shape))
+        y = self.norm(y, z.reshape(y.shape))
         return self.out_proj(y.reshape(*y.shape[:2], -1)), cache
 
     def split(self, qkv: Float[Array, "batch seq channels"]) -> tuple[Float[Array, "batch seq _ _"], ...]:
@@ -253,7 +265,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class MoE(eqx.Module):

@@ -33,6 +33,7 @@ from zoo.nn.layers import (
     GatedRMSNorm,
     Linear,
     OffsetRMSNorm,
+    project,
     swiglu,
 )
 from zoo.nn.mixer import AbstractMixer
@@ -122,10 +123,11 @@ class Attention(AbstractMixer):
         self, x: Float[Array, "batch seq embed"], cache: KV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | None]:
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q, gate = jnp.split(self.q_proj(x).reshape(*x.shape[:2], -1, 2 * self.head_dim), 2, axis=-1)
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * self.head_dim), 2, axis=-1)
         q = self.rotary(self.q_norm(q), at)
-        k = self.rotary(self.k_norm(heads(self.k_proj(x))), at)
-        v = heads(self.v_proj(x))
+        k = self.rotary(self.k_norm(heads(k)), at)
+        v = heads(v)
         k_at = at  # where the keys stand
         if cache is not None:
             cache, k, v, k_at = cache.update(k, v, at)
@@ -164,8 +166,9 @@ class GatedDeltaNet(AbstractMixer):
         self, x: Float[Array, "batch seq embed"], cache: RecurrentCache | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], RecurrentCache | None]:
         d, flat = self.delta, lambda y: y.reshape(*y.shape[:2], -1)
-        qkv, z = jnp.split(self.groups(self.in_proj_qkvz(x)), [d.channels // d.key_heads], axis=-1)
-        b, a = map(flat, jnp.split(self.groups(self.in_proj_ba(x)), 2, axis=-1))
+        qkvz, ba = map(self.groups, project(x, self.in_proj_qkvz, self.in_proj_ba))
+        qkv, z = jnp.split(qkvz, [d.channels // d.key_heads], axis=-1)
+        b, a = map(flat, jnp.split(ba, 2, axis=-1))
         per_head = lambda p: jnp.broadcast_to(p.astype(jnp.float32), a.shape)
         decay = -jnp.exp(per_head(self.A_log)) * jax.nn.softplus(a.astype(jnp.float32) + per_head(self.dt_bias))
 

@@ -144,7 +144,8 @@ class KV(AbstractPagedCache):
         """Writes new keys and values. Returns the cache, this layer's keys and values, and where they stand."""
         positions = positions_of(at, k)
         where = _where(self, positions, self.k.shape)
-        new = dataclasses.replace(self, k=_write(self.k, where, k), v=_write(self.v, where, v))
+        stored_k, stored_v = _write_both((self.k, self.v), where, (k, v))
+        new = dataclasses.replace(self, k=stored_k, v=stored_v)
         table, first = _view(self, positions, self.k.shape[2])
         keys, values = (_read(x, self.layer, dtype, table) for x, dtype in ((new.k, k.dtype), (new.v, v.dtype)))
         index = jnp.arange(keys.shape[1])[None]
@@ -220,8 +221,9 @@ class WindowKV(AbstractCache):
         last = jnp.max(positions, axis=1, keepdims=True)
         kept = (positions >= 0) & (positions > last - length)
         # An index of `length` is out of bounds, and so not written.
-        where = (self.layer, jnp.arange(batch)[:, None], jnp.where(kept, positions % length, length))
-        new = WindowKV(_write(self.k, where, k), _write(self.v, where, v), self.layer, self.spare)
+        where = (self.layer, _rows(batch), jnp.where(kept, positions % length, length))
+        stored_k, stored_v = _write_both((self.k, self.v), where, (k, v))
+        new = WindowKV(stored_k, stored_v, self.layer, self.spare)
         if seq <= 1 + self.spare and at.spans is None:
             k_at = Tokens(_in_ring(last, length))
             return new, _read(new.k, self.layer, k.dtype), _read(new.v, self.layer, v.dtype), k_at
@@ -432,12 +434,26 @@ def _vector_specs(x: Any, sizes: Mapping[str, int], *, heads: bool = True, paged
     return eqx.tree_at(of, x, (spec, spec)) if isinstance(x, Int8Vectors) else spec
 
 
-def _write(store: Array | Int8Vectors, where: tuple[Array, ...], new: Float[Array, "batch seq ..."]) -> Any:
+_Place = tuple[Int[Array, ""], Int[Array | np.ndarray, "batch _"], Int[Array, "batch seq"]]
+"""The index of each token's vector in an array: the layer, the row or the page, and the slot."""
+
+
+def _write(store: Array | Int8Vectors, where: _Place, new: Float[Array, "batch seq ..."]) -> Any:
     if not isinstance(store, Int8Vectors):
         return kernels.cache_write((store,), (new,), *where)[0]
     values, scale, parts = _quantized(new, store.parts)
     values, scale = kernels.cache_write((store.values, store.scale), (values, scale), *where)
     return Int8Vectors(values, scale, parts)
+
+
+def _write_both(
+    stores: tuple[Array | Int8Vectors, Array | Int8Vectors], where: _Place, new: tuple[Array, Array]
+) -> tuple[Any, ...]:
+    """Writes keys and values: on a GPU by one kernel, unless they have to be quantised first."""
+    plain = tuple(store for store in stores if not isinstance(store, Int8Vectors))
+    if len(plain) < len(stores):
+        return tuple(_write(store, where, x) for store, x in zip(stores, new, strict=True))
+    return kernels.cache_write(plain, new, *where)
 
 
 def _read(
@@ -480,16 +496,21 @@ def _paged_kv(cache: KV | WindowKV, window: int | None, pages: PagesOf, slots: i
     return KV(k=k, v=v, layer=cache.layer, table=_empty_table(batch, slots, length), window=window)
 
 
-def _where(cache: AbstractPagedCache, positions: Int[Array, "batch seq"], shape: tuple[int, ...]) -> tuple[Array, ...]:
+def _where(cache: AbstractPagedCache, positions: Int[Array, "batch seq"], shape: tuple[int, ...]) -> _Place:
     """Returns the index of each token's vector in arrays of this shape. That of padding is out of bounds: it is not
     written, nor are tokens for which a row has no page."""
     _, rows, length, *_ = shape
     padding = positions < 0
     if cache.table is None:
-        return cache.layer, jnp.arange(len(positions))[:, None], jnp.where(padding, length, positions)
+        return cache.layer, _rows(len(positions)), jnp.where(padding, length, positions)
     number = jnp.where(padding, cache.table.shape[2], positions // length)
     page = jnp.take_along_axis(cache.table[0], number, axis=1, mode="fill", fill_value=rows)
     return cache.layer, page, positions % length
+
+
+def _rows(batch: int) -> Int[np.ndarray, "batch 1"]:
+    """Returns the number of each row of the batch; as a constant, which a GPU does not compute in each layer."""
+    return np.arange(batch, dtype=np.int32)[:, None]
 
 
 def _view(

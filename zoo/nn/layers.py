@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels.backends.device import device
 from kernels.mesh import split_lookup
+from kernels.stacked import read
 from kernels.sums import lookup, scaled, spread
 from kernels.tiles import FEW
 
@@ -52,6 +53,7 @@ class Linear(AbstractLinear):
 
     weight: Float[Array, "out in"]
     bias: Float[Array, " out"] | None
+    in_place: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02, key: PRNGKeyArray
@@ -64,13 +66,14 @@ class Linear(AbstractLinear):
         return self.weight.shape
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        y = kernels.product("...i,oi->...o", x, self.weight)
-        if self.bias is None:
-            return y
-        return plain_product(y) + spread(self.bias, y.shape)
+        return self.biased(kernels.product("...i,oi->...o", x, read(self.weight)))
+
+    def biased(self, y: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
+        """Adds the bias, if there is one, to the product with the weight."""
+        return y if self.bias is None else plain_product(y) + spread(self.bias, y.shape)
 
     def matrix(self, dtype: DTypeLike) -> Float[Array, "out in"]:
-        return self.weight.astype(dtype)
+        return read(self.weight).astype(dtype)
 
     def partition_specs(self, spec: P) -> "Linear":
         placed = eqx.tree_at(lambda m: m.weight, self, spec)
@@ -85,6 +88,15 @@ def plain_product(y: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
     """
     few = device().platform == "gpu" and y.size <= FEW_ROWS * y.shape[-1]
     return jax.lax.optimization_barrier(y) if few else y
+
+
+def project(x: Float[Array, "*batch in"], *linears: AbstractLinear) -> tuple[Float[Array, "*batch _"], ...]:
+    """Computes `(linear(x), ...)`. On a GPU one kernel reads all plain matrices for a few rows (`kernels.products`)."""
+    plain = [linear for linear in linears if type(linear) is Linear]
+    if len(plain) < len(linears):
+        return tuple(linear(x) for linear in linears)
+    ys = kernels.products(x, *(linear.weight for linear in plain))
+    return tuple(linear.biased(y) for linear, y in zip(plain, ys, strict=True))
 
 
 class AbstractExpertLinear(eqx.Module):

@@ -1,0 +1,73 @@
+"""Products of one input with several matrices, against float64 numpy; and that they serve a layer's projections."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kernels
+from kernels import Stacked
+from zoo.nn.layers import Linear, project
+
+
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all of this file's time
+OUTS = 70, 16, 5  # the rows of three matrices: more than a block, half of one, few
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_layers_of_stacks(implementation):
+    """Sums are rounded once; x has two rows of three tokens, and features that are no multiple of a block's."""
+    x, stacks = normal(2, 3, 72), [normal(2, out, 72, seed=1) for out in OUTS]
+    d_outs = tuple(normal(2, 3, out, seed=2) for out in OUTS)
+
+    @jax.jit
+    def both(x, stacks, d_outs):
+        layers = lambda stacks: [Stacked(stack, jnp.int32(1)) for stack in stacks]
+        product = lambda x, stacks: kernels.products(x, *layers(stacks), implementation=implementation)
+        ys, gradients = jax.vjp(product, x, stacks)
+        return ys, gradients(d_outs)
+
+    ys, (dx, d_stacks) = both.lower(x, stacks, d_outs).compile(QUICK)(x, stacks, d_outs)
+    wide = lambda a: np.asarray(a, np.float64)
+    for y, stack in zip(ys, stacks, strict=True):
+        want = wide(x) @ wide(stack[1]).T
+        assert np.all(np.abs(wide(y) - want) <= 2**-8 * np.abs(want) + 1e-5)
+    want = sum(wide(d) @ wide(stack[1]) for d, stack in zip(d_outs, stacks, strict=True))
+    assert np.abs(wide(dx) - want).max() < 2**-7 * np.abs(want).max()
+    assert not any(np.any(d[0]) for d in d_stacks) and all(np.all(d[1]) for d in d_stacks)
+
+
+def test_a_layer_projects_by_it():
+    """Plain linear maps, with biases, in one call; others by themselves, each in its own way."""
+
+    class Twice(Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    x, key = jnp.asarray(normal(3, 8)), jax.random.key(0)
+    in_half = lambda m: jax.tree.map(lambda a: (a + 1).astype(jnp.bfloat16), m)
+    linears = [
+        in_half(kind(8, 4, bias=bias, key=key)) for kind, bias in ((Linear, True), (Linear, False), (Twice, True))
+    ]
+    with kernels.prefer("triton"):
+        calls = lambda *linears: [call[:2] for call in kernels.explain(lambda x: project(x, *linears), x)]
+        assert calls(*linears[:2]) == [("products", "triton")] and calls(*linears) == []
+        found = jax.jit(lambda x, linears: project(x, *linears))(x, linears[:2])
+    for y, linear in zip(found, linears[:2], strict=True):
+        np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(linear(x), np.float32), rtol=2**-7)
+    assert all(jnp.array_equal(y, linear(x)) for y, linear in zip(project(x, *linears), linears, strict=True))
+
+
+def test_refusals():
+    x, w = jnp.zeros((17, 8), jnp.bfloat16), jnp.zeros((4, 8), jnp.bfloat16)
+    with pytest.raises(ValueError, match="it takes up to 16 rows, and x has 17"):
+        kernels.products(x, w, implementation="triton")
+    with pytest.raises(ValueError, match="it multiplies numbers of 16 bits, and x is float32"):
+        kernels.products(x.astype(jnp.float32), w.astype(jnp.float32), implementation="triton")
+    with pytest.raises(ValueError, match=r"shape \(4, 8\) in float32, and x has rows of 8 features in bfloat16"):
+        kernels.products(x, w, w.astype(jnp.float32))
