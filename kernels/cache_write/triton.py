@@ -29,6 +29,8 @@ WARPS = 4
 def refusal(stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array, row: Array, slot: Array) -> str | None:
     """Returns why this implementation cannot take these arguments of `cache_write`, or None if it can."""
     del layer, row
+    if len(stores) == 1:
+        return "XLA writes a single array, such as latents, in the kernel that computes what is written"
     if slot.shape[1] > MOST_TOKENS:
         return f"it writes up to {MOST_TOKENS} tokens of a row, and these are {slot.shape[1]}"
     if not all(x.size for x in (*stores, *new)):
