@@ -16,7 +16,7 @@ from tests.zoo import tiny
 from tests.zoo.programs import STACKS, decode, error, init_cache
 from zoo import registry
 from zoo.config import read as read_config
-from zoo.nn import rows, stack
+from zoo.nn import rows, scan
 from zoo.nn.cache import KV, LatentKV, WindowKV
 
 
@@ -266,7 +266,7 @@ def test_a_gpus_step_has_no_loop_over_layers(load, monkeypatch):
         return "while" in lowered.as_text(), lowered.compile()(tokens)
 
     in_a_loop, expected = stepped()
-    monkeypatch.setattr(stack, "device", lambda: Device("gpu", "NVIDIA H200"))
+    monkeypatch.setattr(scan, "device", lambda: Device("gpu", "NVIDIA H200"))
     still, got = stepped()
     assert in_a_loop and not still
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got, expected)
