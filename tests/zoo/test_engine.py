@@ -19,7 +19,7 @@ from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling, settings
 from zoo.generation.shapes import bucket
 from zoo.mesh import make_mesh
-from zoo.nn import stack
+from zoo.nn import scan, stack
 
 
 PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12, 2, 9, 3])]
@@ -72,7 +72,7 @@ def test_layers_apart(load, monkeypatch, name):
     assert stack.apart(model) is model
     monkeypatch.setattr(stack, "CACHED", 0)
     (one, *_), (layers, *_) = (
-        jax.tree.leaves(m.layers.period, is_leaf=stack._is_apart) for m in (model, stack.apart(model))
+        jax.tree.leaves(m.layers.period, is_leaf=scan.is_apart) for m in (model, stack.apart(model))
     )
     assert len(layers.layers) == len(one) > 1 and np.array_equal(layers.layers[1], one[1])
     for (a,), (b,) in zip(stacked, complete(model, PROMPTS, **options), strict=True):
