@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+import kernels
 import zoo
 from tests.zoo import tiny
 from tests.zoo.programs import STACKS, noise
@@ -79,7 +80,9 @@ def test_every_family_goes_on(load, name):
 
 @pytest.mark.parametrize("name", ["qwen3-window-head", slow("deepseek3")])
 def test_a_cache_of_8_bits_goes_on(load, name):
-    assert_goes_on(Engine(load(name), **SHAPE, stops=NEVER, cache_dtype="int8"), PROMPTS[2:3])
+    """In bits that do not depend on the chunks of tokens: a last place can decide about a step of the 8 bits."""
+    with kernels.prefer("invariant"):
+        assert_goes_on(Engine(load(name), **SHAPE, stops=NEVER, cache_dtype="int8"), PROMPTS[2:3])
 
 
 @pytest.mark.slow
