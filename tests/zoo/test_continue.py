@@ -78,7 +78,8 @@ def test_every_family_goes_on(load, name):
     assert_goes_on(Engine(load(name), **SHAPE, stops=range(0, 64, 16)), PROMPTS[1:3])
 
 
-@pytest.mark.parametrize("name", ["qwen3-window-head", slow("deepseek3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3"])
 def test_a_cache_of_8_bits_goes_on(load, name):
     """In bits that do not depend on the chunks of tokens: a last place can decide about a step of the 8 bits."""
     with kernels.prefer("invariant"):
