@@ -38,8 +38,9 @@ def drawn(engine, *completions):
 
 
 def assert_same(got, expected):
+    """Chunks differ, and so the order of sums: log-probabilities of -3 differ by 1.1e-5 on a CPU with AVX-512."""
     assert got[0] == expected[0]
-    np.testing.assert_allclose(got[1], expected[1], atol=1e-5)
+    np.testing.assert_allclose(got[1], expected[1], atol=2e-5)
 
 
 def assert_goes_on(engine, prompts, turn=TURN, images=None, turn_images=None):
