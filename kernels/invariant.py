@@ -1,8 +1,9 @@
 """Sums and products of rows whose bits do not depend on the other rows, within `kernels.prefer("invariant")`.
 
 XLA chooses by the shapes of whole arrays how it adds numbers up. On a CPU it multiplies a single row in another way
-than several rows, and sums few rows of features in another order than many. Here a single row gets a second one beside
-it, and sums are written out, so that XLA has nothing to choose. Outside of `prefer("invariant")` these are the plain
+than several rows, and sums few rows of features in another order than many. A CPU that multiplies numbers of bfloat16
+by instructions of its own takes different ones for few rows and for many. Here a single row gets a second one beside
+it, factors are in float32, and sums are written out, so that XLA has nothing to choose. Outside of `prefer("invariant")` these are the plain
 functions of JAX; only on a CPU a product may have its weight's gradient computed the other way round.
 """
 
@@ -47,8 +48,14 @@ def product(subscripts: str, x: Float[Array, "..."], w: Float[Array, "..."]) -> 
     x_rows = x.reshape(rows, *(1,) * (named - 1), *x.shape[axes:])
     x_rows = jnp.pad(x_rows, ((0, int(rows == 1)), *[(0, 0)] * (x_rows.ndim - 1)))
     # The barriers keep XLA from multiplying the row that is used alone.
-    out = jax.lax.optimization_barrier(jnp.einsum(subscripts, jax.lax.optimization_barrier(x_rows), w))
+    out = jnp.einsum(subscripts, *(wide(jax.lax.optimization_barrier(factor)) for factor in (x_rows, w)))
+    out = jax.lax.optimization_barrier(out.astype(jnp.result_type(x, w)))
     return out[:rows].reshape(*x.shape[:axes], *out.shape[named:])
+
+
+def wide(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns x in float32, of which a CPU multiplies few and many rows in one way. (float64 stays.)"""
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
 @jax.custom_vjp

@@ -67,25 +67,24 @@ def _attention(
 ) -> Float[Array, "batch seq heads v_dim"]:
     (batch, seq, heads, _), (kv_heads, v_dim) = q.shape, v.shape[2:]
     group, keys = heads // kv_heads, _Keys(k, v, kv_tokens, in_order)
-    q_rows = by_head(q, kv_heads)
+    q_rows = invariant.wide(by_head(q, kv_heads))
     q_ids = jax.tree.map(lambda x: jnp.tile(x, group)[:, None, :, None], q_tokens)
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def step(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, sum_of_weights, out = state
         k_j, v_j, ids, there = keys.block(j)
-        k_j, v_j = by_head(k_j, kv_heads), by_head(v_j, kv_heads)
+        k_j, v_j = (invariant.wide(by_head(y, kv_heads)) for y in (k_j, v_j))
         seen = mask.visible(q_ids, jax.tree.map(lambda x: x[:, None, None, :], ids)) & there[:, None, None, :]
-        x = scale * product("bnqd,bnkd->bnqk", q_rows, k_j)
+        x = scale * jnp.einsum("bnqd,bnkd->bnqk", q_rows, k_j)
         x = jnp.where(jnp.isfinite(x), x, jnp.nan)
         x = x if softcap is None else softcap * jnp.tanh(x / softcap)
-        x = jnp.where(seen, x + poison(v_j).astype(jnp.float32).swapaxes(2, 3), -jnp.inf)
+        x = jnp.where(seen, x + poison(v_j).swapaxes(2, 3), -jnp.inf)
         new_top = jnp.maximum(top, x.max(axis=-1, keepdims=True))
         fade, weights = invariant.exp(top - new_top), invariant.exp(x - new_top)
         # Without the barrier a product and a sum may become one instruction, which rounds once.
         faded = lax.optimization_barrier((sum_of_weights * fade, out * fade))
         sum_of_weights = faded[0] + invariant.halved(weights)
-        out = faded[1] + product("bnqk,bnkd->bnqd", weights.astype(q.dtype), finite(v_j))
+        out = faded[1] + jnp.einsum("bnqk,bnkd->bnqd", weights, finite(v_j))
         return new_top, sum_of_weights, out
 
     # Starts from the sink, or from a logit of LOWEST, whose weight becomes 0 as soon as a key is seen.

@@ -1,7 +1,7 @@
 """Grouped products whose bits, for a row, do not depend on the other rows.
 
-They are those of "xla", whose tiles have at least two rows wherever the rows are two: XLA multiplies more than one row
-in one way, whatever their number.
+They are those of "xla" for rows in float32, whose tiles have at least two rows wherever the rows are two: XLA
+multiplies more than one row in one way, whatever their number.
 """
 
 import jax.numpy as jnp
@@ -23,4 +23,7 @@ def refusal(x: Rows, w: Matrices, _: Int[Array, " groups"]) -> str | None:
 
 def ragged_dot(x: Rows, w: Matrices, group_sizes: Int[Array, " groups"]) -> Float[Array, "tokens out"]:
     """Computes `kernels.ragged_dot`."""
-    return xla.ragged_dot(jnp.pad(x, ((0, int(len(x) == 1)), (0, 0))), w, group_sizes)[: len(x)]
+    rows = jnp.pad(x, ((0, int(len(x) == 1)), (0, 0)))
+    # Sums of products of 8 bits are exact.
+    rows = rows if shared.result_dtype(x) != x.dtype else invariant.wide(rows)
+    return xla.ragged_dot(rows, w, group_sizes)[: len(x)].astype(shared.result_dtype(x))
