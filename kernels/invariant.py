@@ -3,8 +3,9 @@
 XLA chooses by the shapes of whole arrays how it adds numbers up. On a CPU it multiplies a single row in another way
 than several rows, and sums few rows of features in another order than many. A CPU that multiplies numbers of bfloat16
 by instructions of its own takes different ones for few rows and for many. Here a single row gets a second one beside
-it, factors are in float32, and sums are written out, so that XLA has nothing to choose. Outside of `prefer("invariant")` these are the plain
-functions of JAX; only on a CPU a product may have its weight's gradient computed the other way round.
+it, factors are in float32, and sums are written out, so that XLA has nothing to choose. Outside of
+`prefer("invariant")` these are the plain functions of JAX; only on a CPU a product may have its weight's gradient
+computed the other way round.
 """
 
 import math

@@ -1,5 +1,8 @@
 """Defines the writing of new tokens into a cache: a scatter into each array."""
 
+from collections.abc import Callable
+
+import jax
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
@@ -17,3 +20,12 @@ def cache_write(
 ) -> tuple[Shaped[Array, "layers rows slots ..."], ...]:
     """Computes `kernels.cache_write` in plain JAX."""
     return tuple(store.at[layer, row, slot].set(x.astype(store.dtype)) for store, x in zip(stores, new, strict=True))
+
+
+def derived(write: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+    """Gives a kernel that computes `cache_write` the derivative of this one."""
+    derived = jax.custom_vjp(write)
+    derived.defvjp(
+        lambda *arrays: (derived(*arrays), arrays), lambda arrays, d_stores: jax.vjp(cache_write, *arrays)[1](d_stores)
+    )
+    return derived

@@ -42,7 +42,7 @@ def refusal(stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array, row
     return elsewhere("tpu")
 
 
-@jax.custom_vjp
+@reference.derived
 def cache_write(
     stores: tuple[Shaped[Array, "layers rows slots ..."], ...],
     new: tuple[Shaped[Array, "batch seq ..."], ...],
@@ -52,12 +52,6 @@ def cache_write(
 ) -> tuple[Shaped[Array, "layers rows slots ..."], ...]:
     """Computes `kernels.cache_write` in Pallas for TPUs."""
     return _cache_write(stores, new, layer, row, slot)
-
-
-cache_write.defvjp(
-    lambda *arrays: (cache_write(*arrays), arrays),
-    lambda arrays, d_stores: jax.vjp(reference.cache_write, *arrays)[1](d_stores),
-)
 
 
 @jax.jit  # so that calls outside jit compile once, too

@@ -144,7 +144,7 @@ class KV(AbstractPagedCache):
         """Writes new keys and values. Returns the cache, this layer's keys and values, and where they stand."""
         positions = positions_of(at, k)
         where = _where(self, positions, self.k.shape)
-        stored_k, stored_v = _write_both((self.k, self.v), where, (k, v))
+        stored_k, stored_v = _write((self.k, self.v), where, (k, v))
         new = dataclasses.replace(self, k=stored_k, v=stored_v)
         table, first = _view(self, positions, self.k.shape[2])
         keys, values = (_read(x, self.layer, dtype, table) for x, dtype in ((new.k, k.dtype), (new.v, v.dtype)))
@@ -222,7 +222,7 @@ class WindowKV(AbstractCache):
         kept = (positions >= 0) & (positions > last - length)
         # An index of `length` is out of bounds, and so not written.
         where = (self.layer, _rows(batch), jnp.where(kept, positions % length, length))
-        stored_k, stored_v = _write_both((self.k, self.v), where, (k, v))
+        stored_k, stored_v = _write((self.k, self.v), where, (k, v))
         new = WindowKV(stored_k, stored_v, self.layer, self.spare)
         if seq <= 1 + self.spare and at.spans is None:
             k_at = Tokens(_in_ring(last, length))
@@ -278,7 +278,7 @@ class LatentKV(AbstractPagedCache):
         """Writes new latents, each with its rotary key. Returns the cache, this layer's, as keys of one head, and where
         they stand."""
         where = _where(self, positions_of(at, latents), self.latents.shape)
-        new = _write(self.latents, where, latents)
+        (new,) = _write((self.latents,), where, (latents,))
         found = _read(new, self.layer, latents.dtype, None if self.table is None else self.table[0])
         of_one_head = dataclasses.replace(found, stack=found.stack[:, :, :, None])
         return dataclasses.replace(self, latents=new), of_one_head, Tokens()
@@ -438,22 +438,19 @@ _Place = tuple[Int[Array, ""], Int[Array | np.ndarray, "batch _"], Int[Array, "b
 """The index of each token's vector in an array: the layer, the row or the page, and the slot."""
 
 
-def _write(store: Array | Int8Vectors, where: _Place, new: Float[Array, "batch seq ..."]) -> Any:
-    if not isinstance(store, Int8Vectors):
-        return kernels.cache_write((store,), (new,), *where)[0]
-    values, scale, parts = _quantized(new, store.parts)
-    values, scale = kernels.cache_write((store.values, store.scale), (values, scale), *where)
-    return Int8Vectors(values, scale, parts)
-
-
-def _write_both(
-    stores: tuple[Array | Int8Vectors, Array | Int8Vectors], where: _Place, new: tuple[Array, Array]
+def _write(
+    stores: tuple[Array | Int8Vectors, ...], where: _Place, new: tuple[Float[Array, "batch seq ..."], ...]
 ) -> tuple[Any, ...]:
-    """Writes keys and values: on a GPU by one kernel, unless they have to be quantised first."""
+    """Writes into arrays such as keys and values: on a GPU by one kernel, unless they are quantised first."""
     plain = tuple(store for store in stores if not isinstance(store, Int8Vectors))
-    if len(plain) < len(stores):
-        return tuple(_write(store, where, x) for store, x in zip(stores, new, strict=True))
-    return kernels.cache_write(plain, new, *where)
+    if plain:
+        return kernels.cache_write(plain, new, *where)
+    written = []
+    for store, x in zip((store for store in stores if isinstance(store, Int8Vectors)), new, strict=True):
+        values, scale, parts = _quantized(x, store.parts)
+        values, scale = kernels.cache_write((store.values, store.scale), (values, scale), *where)
+        written.append(Int8Vectors(values, scale, parts))
+    return tuple(written)
 
 
 def _read(
