@@ -26,7 +26,7 @@ from tests.zoo import tiny
 from tests.zoo.programs import noise
 from train import grpo
 from train import plan as script
-from train.base.chips import CHIPS, chip_of, fleet, size_of, slice_of, slowest_link, target
+from train.base.chips import CHIPS, chip_of, fleet, ring_rate, size_of, slice_of, slowest_link, target
 from train.planning import ahead, breakdown, fit, hlo, planner, sampling
 from train.planning.ahead import Compiled, Program, TooLarge, compile_ahead, training
 from train.planning.breakdown import Part
@@ -764,7 +764,11 @@ def test_chips():
     device = lambda host: type("Device", (), {"process_index": host})
     assert slowest_link(CHIPS["h200"], [device(0), device(0)]) == 450e9
     assert slowest_link(CHIPS["h200"], [device(0), device(1)]) == 50e9
-    assert slowest_link(CHIPS["v6e"], [device(0), device(1)]) == 400e9
+    assert (
+        slowest_link(CHIPS["v6e"], [device(0), device(1)]) == ring_rate(CHIPS["v6e"], [device(0), device(1)]) == 400e9
+    )
+    for hosts, rate in ([0, 1], 50e9), ([0, 0, 1, 1], 100e9), ([0, 0, 1], 50e9), (8 * [0, 1], 400e9), (2 * [0], 450e9):
+        assert ring_rate(CHIPS["h200"], map(device, hosts)) == rate
     assert all(chip_of(chip.kind) is chip for chip in CHIPS.values())
     assert chip_of("NVIDIA L40S") is None and chip_of("NVIDIA H200 MIG 1g.18gb") is None
     for name, major, shared in ("t4", "7 minor: 5", 65536), ("4090", "8 minor: 9", 101376), ("a100", "8", 166912):

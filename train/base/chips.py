@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -211,3 +212,15 @@ def slowest_link(chip: Chip, group: Iterable[Any]) -> float:
     """Returns the bytes a second that each device of a group can send to the others."""
     hosts = {device.process_index for device in group}
     return chip.network if chip.network and len(hosts) > 1 else chip.link
+
+
+def ring_rate(chip: Chip, group: Iterable[Any]) -> float:
+    """Returns the bytes a second that each device of a group can send around rings, as gathers and reductions do.
+
+    A ring goes through all devices of a node before it leaves it. NCCL lays as many rings side by side as a node has
+    network ports (graph/search.cc and graph/connect.cc there), so that each leaves the node by another one, and
+    devices of a node share the ports of all of them.
+    """
+    group = list(group)
+    devices_of_a_node = min(Counter(device.process_index for device in group).values())
+    return min(chip.link, slowest_link(chip, group) * devices_of_a_node)

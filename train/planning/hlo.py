@@ -14,7 +14,8 @@ import numpy as np
 from zoo.nn.moe import SCOPE
 
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+RINGS = ("all-gather", "all-reduce", "reduce-scatter")  # each device passes on to the next one
+KINDS = (*RINGS, "all-to-all", "collective-permute")
 COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 # TPU7x's SparseCores run collectives: these are then in a computation that a custom call calls.
 CALLED = re.compile(

@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 
 import zoo
 from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
-from train.base.chips import Chip, slowest_link
+from train.base.chips import Chip, ring_rate, slowest_link
 from train.base.flops import flops_per_token, products_of_image, products_per_token
 from train.base.options import Flat, Group, OptionGroup, option
 from train.planning.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, parts_of
 from train.planning.breakdown import ASIDE, Part, parts
 from train.planning.fit import REMATS, recomputed, recomputed_of, saved_bytes
-from train.planning.hlo import Collective
+from train.planning.hlo import RINGS, Collective
 from train.planning.sampling import sampling, shapes_on
 from train.state.mesh import check_mesh, check_sampling, meshes
 from train.state.offload import is_on_host
@@ -405,8 +405,8 @@ def _bounds(
 
 def sending(collectives: Sequence[Collective], chip: Chip, mesh: Mesh) -> float:
     """Computes the seconds in which the collectives send their bytes, one after another."""
-    link = lambda each: slowest_link(chip, mesh.devices.flat[list(each.group)])
-    return sum(each.sent * each.times / link(each) for each in collectives)
+    rate = lambda each: (ring_rate if each.kind in RINGS else slowest_link)(chip, mesh.devices.flat[list(each.group)])
+    return sum(each.sent * each.times / rate(each) for each in collectives)
 
 
 def _ticks(options: Options, model: AbstractModel, mesh: Mesh) -> float:
@@ -523,11 +523,8 @@ def _seconds(options: Options, kinds: Mapping[str, int], model: AbstractModel, c
     if not options.decode:
         numbers = (own[REPLICA] + own[EXPERT] / (size[FSDP] * size[CONTEXT])) / size[TENSOR] / size[STAGE]
         sent[REPLICA,] = (4 if size[STAGE] == 1 else 6) * numbers
-    sending = sum(
-        number / slowest_link(chip, _along(mesh, axes))
-        for axes, number in sent.items()
-        if math.prod(size[axis] for axis in axes) > 1
-    )
+    rate = lambda axes: (slowest_link if axes in ((EXPERT,), (STAGE,)) else ring_rate)(chip, _along(mesh, axes))
+    sending = sum(number / rate(axes) for axes, number in sent.items() if math.prod(size[axis] for axis in axes) > 1)
     computing = _bounds(options, model, chip, mesh, None)["compute"] / chip.products
     return computing + moved / (chip.bandwidth * chip.streaming) + sending
 
