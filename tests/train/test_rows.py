@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from train.base.share import Share, rows_here
 from train.data import rows
-from train.data.rows import Order, Rows, Share, from_bytes, order, to_bytes
+from train.data.rows import Order, Rows, from_bytes, order, to_bytes
 from train.state.mesh import put_batch
 from zoo.mesh import make_mesh
 
@@ -146,7 +147,7 @@ def test_a_share_is_put_like_the_whole():
     np.testing.assert_equal(half[slice(5, 7)], whole[5:7])
     with pytest.raises(IndexError, match=r"Rows \[3 4\] of a batch are not this process's"):
         half[slice(3, 5)]
-    assert rows.rows_here(mesh, 8) is None and jax.process_count() == 1
+    assert rows_here(mesh, 8) is None and jax.process_count() == 1
 
 
 def test_the_number_of_a_step_is_all_that_a_run_needs():

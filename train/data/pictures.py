@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grain
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int, Int32, Shaped
+from jaxtyping import Float32, Int, Int32
 
 from train.data.records import Record
 from zoo.generation.shapes import bucket
@@ -229,14 +228,3 @@ def of_rows(images: Sequence[Images | None], seq: int, tokenizer: Tokenizer) -> 
             both = zip(np.asarray(of_row.patches), np.asarray(of_row.grids), strict=True)
             rows[-1] = [Picture(patches, grid) for patches, grid in both]
     return stacked(rows, tokenizer.processor) | {"image": image, "feature": feature}
-
-
-def images_of(batch: Mapping[str, Shaped[Array, "batch ..."]]) -> dict[str, Images]:
-    """Returns the `images` of a batch on the devices, with the pictures of all rows in one axis. {} without images."""
-    if "patches" not in batch:
-        return {}
-    patches, grids, image = batch["patches"], batch["grids"], batch["image"]
-    rows, slots = patches.shape[:2]
-    number = jnp.where(image < 0, -1, image + slots * jnp.arange(rows)[:, None])
-    patches, grids = patches.reshape(-1, *patches.shape[2:]), grids.reshape(-1, 2)
-    return {"images": Images(patches, grids, number, batch["feature"])}

@@ -27,7 +27,7 @@ import tyro
 from train.base import runfile
 from train.base.cluster import agree
 from train.base.options import Group, OptionGroup, option
-from train.data.rows import whole
+from train.base.share import whole
 from train.state.checkpoint import Checkpoints
 from train.state.offload import to_device
 from train.state.state import Trained, TrainState

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Shaped
 
 from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR, split
-from train.data.rows import Share
+from train.base.share import Share
 from zoo.mesh import AXES, make_mesh
 from zoo.nn.heads import AbstractHead
 from zoo.nn.layers import AbstractExpertLinear
@@ -166,10 +166,10 @@ def put_batch(
 ) -> dict[str, Shaped[Array, "batch ..."]]:
     """Puts `batch` on the devices: sequences are split over the axes in `BATCH`, and the tokens of each over "context".
 
-    Every process gives the whole batch, or the rows of its devices (`train.data.rows.Share`). If "context" splits rows,
-    their tokens are put in the order of `balanced`, unless one of the models that read the batch needs them in order
-    (`keeps_order`). A batch that stays in order loses its "positions", which shows the order to `positions_of` and
-    `next_token`, unless its documents have branches. Images are placed with their sequences.
+    Every process gives the whole batch, or the rows of its devices (`train.base.share.Share`). If "context" splits
+    rows, their tokens are put in the order of `balanced`, unless one of the models that read the batch needs them in
+    order (`keeps_order`). A batch that stays in order loses its "positions", which shows the order to `positions_of`
+    and `next_token`, unless its documents have branches. Images are placed with their sequences.
 
     Raises:
         ValueError: sequences or tokens can't be split evenly.

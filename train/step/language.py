@@ -9,11 +9,10 @@ from jaxtyping import Array, Float
 
 import kernels
 from train.base.options import Group, OptionGroup, option
-from train.data.pictures import images_of
 from train.state.mesh import positions_of
 from train.step.mtp import mtp_loss
 from train.step.step import Batch, Losses, Objective, Scalars
-from zoo.nn.model import AbstractModel
+from zoo.nn.model import AbstractModel, Images
 from zoo.nn.stack import Reports
 
 
@@ -41,9 +40,20 @@ class LanguageModelingOptions(OptionGroup):
 def features(model: AbstractModel, batch: Batch) -> tuple[Float[Array, "batch seq embed"], Reports]:
     """Returns the features of a batch's tokens, and the reports of the layers."""
     places = {"positions": positions_of(batch), "segments": batch["segments"], "branches": batch.get("branches")}
-    at: Any = places | images_of(batch)
+    at: Any = places | _images_of(batch)
     x, _, reports = model.hidden(batch["tokens"], **at)
     return x, reports
+
+
+def _images_of(batch: Batch) -> dict[str, Images]:
+    """Returns the `images` of a batch on the devices, with the pictures of all rows in one axis. {} without images."""
+    if "patches" not in batch:
+        return {}
+    patches, grids, image = batch["patches"], batch["grids"], batch["image"]
+    rows, slots = patches.shape[:2]
+    number = jnp.where(image < 0, -1, image + slots * jnp.arange(rows)[:, None])
+    patches, grids = patches.reshape(-1, *patches.shape[2:]), grids.reshape(-1, 2)
+    return {"images": Images(patches, grids, number, batch["feature"])}
 
 
 def cross_entropy(
