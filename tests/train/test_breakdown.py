@@ -123,6 +123,9 @@ ENTRY %main (q: bf16[2,32,4,16], k: bf16[2,32,2,16], v: bf16[2,32,2,16]) -> s32[
   %product = (bf16[64,2]{1,0}, s8[4096]{0}) custom-call(%x, %y), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],"rhs_contracting_dimensions":["1"]}}}
   %x = bf16[8,64]{1,0} parameter(4)
   %y = bf16[2,8]{1,0} parameter(5)
+  %few = (bf16[2,64]{1,0}, bf16[2,16]{1,0}) custom-call(%y, %wide, %narrow), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/products/pallas_call"}
+  %wide = bf16[64,8]{1,0} parameter(20)
+  %narrow = bf16[16,8]{1,0} parameter(21)
   %far = bf16[8,16,32]{2,1,0} convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf
   %a = bf16[8,16,4]{2,1,0} parameter(6)
   %b = bf16[8,4,32]{2,1,0} parameter(7)
@@ -161,6 +164,7 @@ def test_every_kind_of_kernel():
             1,
         ),
         Kernel(breakdown.PRODUCTS, 2 * 64 * 2 * 8, 2 * (8 * 64 + 2 * 8 + 64 * 2), 1),
+        Kernel(breakdown.PRODUCTS, 2 * 2 * 8 * (64 + 16), 2 * (2 + 64 + 16) * 8 + 2 * 2 * (64 + 16), 1),
         Kernel(breakdown.PRODUCTS, 2 * 8 * 16 * 32 * 4, 2 * 8 * (16 * 4 + 4 * 32 + 16 * 32), 1),
         Kernel(breakdown.SCATTERS, 0, 3 * 4 * part + 4 * 8, 1),
         Kernel(breakdown.ASIDE, 0, 8000, 1),  # started here, and awaited later

@@ -343,13 +343,15 @@ def _custom(i: Instruction, home: Computation, seen: float, filled: float, turns
     seen = 1.0 if ALL_PAIRS in i.line else seen
     arrays = [_shape(text) for text in texts if re.match(r"(b?f\d|s8)", text)]
     stated = re.search(r'"cost_estimate":\{[^}]*"flops":"(\d+)"', i.line)  # on TPUs
+    if "/products/" in i.line:
+        return Kernel(PRODUCTS, 2.0 * math.prod(arrays[0]) * sum(_shape(text)[1] for text in made), moved, 1)
     if target == "__cudnn$fmha":
         size = re.findall(r'"intermediate_tensor_shape":\{[^}]*"dimensions":\[([^\]]*)\]', i.line)[0]
         backward = "Backward" in i.line
         pairs, width = math.prod(map(int, re.findall(r"\d+", size))), arrays[0][-1]
         flops = 2 * (5 if backward else 2) * pairs * width * seen
         return Kernel(BACKWARD if backward else FORWARD, flops, moved, 1, ATTENTION["cudnn"][backward])
-    name = re.search(r"/(attention|ragged_dot|matmul|delta_rule|products)_(\w+)/", i.line)
+    name = re.search(r"/(attention|ragged_dot|matmul|delta_rule)_(\w+)/", i.line)
     match name.groups() if name else ():
         case "attention", pass_:
             by_width, by_values = WIDTHS[pass_]
@@ -375,10 +377,6 @@ def _custom(i: Instruction, home: Computation, seen: float, filled: float, turns
         case "delta_rule", _:  # limited by memory, so that the lower rate of TF32 does not matter
             matrices, (*_, v_wide, _) = arrays[1:-2], arrays[-1]  # arrays[-2]: the decay of states
             return Kernel(RECURRENCE, float(stated[1] if stated else scan_flops(matrices, v_wide)), moved, 1)
-        case "products", _:
-            rows, depth = arrays[0]
-            outs = sum(_shape(text)[1] for text in made)
-            return Kernel(PRODUCTS, 2.0 * rows * depth * outs, moved, 1)
         case "matmul", _:
             inner = next(each[-1] for each in arrays if len(each) == 2)
             return Kernel(PRODUCTS, 2.0 * math.prod(_shape(i.result)) * inner, moved, 1)
