@@ -184,7 +184,7 @@ def page(name: str, numbers: Mapping[str, Any]) -> str:
     out += ["Which implementation serves a prefill and a step of decoding in bfloat16, by `kernels.explain`. Where"]
     out[-1] += " cuDNN is installed, it comes before Triton if it can. [Kernels](../kernels.md#cards) has more cards."
     out += ["", f"| | {' | '.join(CARDS)} |", "|---|" + "---|" * len(CARDS)]
-    for operation, by_card in numbers["kernels"].items():
+    for operation, by_card in sorted(numbers["kernels"].items()):
         out.append(f"| `{operation}` | {' | '.join(by_card.get(card, '') for card in CARDS)} |")
     if rows := plans(family):
         out += [
