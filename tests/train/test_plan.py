@@ -817,21 +817,22 @@ class Device:
 
 
 def test_candidates_on_nodes():
-    """Between nodes the network is slow: weights are gathered within a node, and experts are in fewer devices."""
+    """Between nodes the network is slow, but for rings of all devices of a node, which share its ports."""
     config, sizes = (
         zoo.config("qwen3-30b-a3b"),
         ("fsdp=64", "replica=8,fsdp=8", "replica=8,expert=8", "fsdp=8,expert=8"),
     )
-    devices = [Device(n, n // 8) for n in range(64)]
+    devices, across = [Device(n, n // 8) for n in range(64)], [Device(n, n % 8) for n in range(64)]
     o = Options.of(model="qwen3-30b-a3b", topology="h100:64", batch=256, seq=4096)
     model = skeleton(planner.family_of(config), config)
 
-    def seconds(text, **changes):
+    def seconds(text, devices=devices, **changes):
         held = {"parameters": 5_000_000_000}
         return planner._seconds(o.changed(**changes), held, model, CHIPS["h100"], make_mesh(text, devices))
 
-    far, near, *of_experts = map(seconds, sizes)
-    assert near < far and near < min(of_experts)
+    whole, near, *of_experts = map(seconds, sizes)
+    assert whole < near < min(of_experts)
+    assert near < seconds(sizes[1], across)  # where weights are gathered between nodes, by one port for each device
     assert of_experts[0] < of_experts[1]  # whose dense weights are gathered between nodes
     assert seconds(sizes[1], microbatches=4) > near and seconds(sizes[1], batch=1024) < 4 * near
 
