@@ -24,8 +24,6 @@ def cache_write(
 
 def derived(write: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
     """Gives a kernel that computes `cache_write` the derivative of this one."""
-    derived = jax.custom_vjp(write)
-    derived.defvjp(
-        lambda *arrays: (derived(*arrays), arrays), lambda arrays, d_stores: jax.vjp(cache_write, *arrays)[1](d_stores)
-    )
-    return derived
+    function = jax.custom_vjp(write)
+    function.defvjp(lambda *arrays: (write(*arrays), arrays), lambda arrays, d: jax.vjp(cache_write, *arrays)[1](d))
+    return function

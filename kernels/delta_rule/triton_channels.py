@@ -24,7 +24,7 @@ A document that begins is a decay to exactly 0, so it needs no mask.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,11 +34,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.backends import blocks
 from kernels.backends.device import device
-from kernels.backends.triton import SMALLEST, dot, exp2, launch, load, store
+from kernels.backends.triton import SMALLEST, dot, load, store
+from kernels.delta_rule import fused
+from kernels.delta_rule.fused import LOG2_E, RESTART, STRONGEST, array, power, product, rows_of, unfit
 from kernels.delta_rule.shared import CHUNK, LEVELS, OUT, STATES, channel_products
-from kernels.delta_rule.triton_fused import LOG2_E, RESTART, STRONGEST, unfit
 
 
 PLATFORMS = ("gpu",)
@@ -112,11 +112,11 @@ def _run(scale: float, given: tuple[Array, ...], keep: bool) -> tuple[Array, Arr
     q, k, v, decay, beta, begins, state = given
     batch, heads, dim, v_dim = state.shape
     count = v.shape[1] // CHUNK
-    run = functools.partial(_launch, scale, k, v)
-    vectors, matrices = _array(k, *decay.shape), _array(k, *beta.shape, CHUNK)
-    results = vectors, vectors, vectors, _array(beta, batch, heads, count, dim), matrices, matrices
+    run = _runner(scale, k, v)
+    vectors, matrices = array(k, *decay.shape), array(k, *beta.shape, CHUNK)
+    results = vectors, vectors, vectors, array(beta, batch, heads, count, dim), matrices, matrices
     chunks = _Chunks(*run("pairs", _pairs_kernel, (q, k, decay, begins, beta), results))
-    results = _array(v), _array(state), _array(v, batch, heads, count, dim, v_dim) if keep else None
+    results = array(v), array(state), array(v, batch, heads, count, dim, v_dim) if keep else None
     return *run("forward", _forward_kernel, (*chunks, v, beta, state), results), chunks
 
 
@@ -124,25 +124,25 @@ def _backward(
     scale: float, residuals: tuple[tuple[Array, ...], _Chunks, Array], gradients: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
     ((q, k, v, decay, beta, begins, _), chunks, states), (d_out, d_last) = residuals, gradients
-    run = functools.partial(_launch, scale, k, v)
+    run = _runner(scale, k, v)
     d_written, d_v, d_states, d_first = run(
         "backward",
         _backward_kernel,
         (*chunks, beta, d_out, d_last),
-        (_array(v), _array(v), _array(states), _array(d_last)),
+        (array(v), array(v), array(states), array(d_last)),
     )
     written, d_pairs, d_own, d_lower, d_beta = run(
         "values",
         _values_kernel,
         (chunks.key, v, beta, chunks.inverse, d_out, d_written, states),
-        (_array(v), _array(chunks.pairs), _array(beta), _array(chunks.inverse), _array(beta)),
+        (array(v), array(chunks.pairs), array(beta), array(chunks.inverse), array(beta)),
     )
-    parts = k.shape[3] // _sizes("keys", k, v)["dim"]
+    parts = k.shape[3] // fused.sizes(__name__, "keys", k, v)["dim"]
     d_q, d_k, d_decay, more = run(
         "keys",
         _keys_kernel,
         (q, k, decay, begins, beta, chunks.fade, d_out, written, d_v, d_pairs, d_own, d_lower, states, d_states),
-        (_array(q), _array(k), _array(decay), _array(beta, parts, *beta.shape)),
+        (array(q), array(k), array(decay), array(beta, parts, *beta.shape)),
     )
     return d_q, d_k, d_v, d_decay, d_beta + more.sum(axis=0), None, d_first
 
@@ -150,47 +150,8 @@ def _backward(
 _delta_rule.defvjp(_forward, _backward)
 
 
-def _array(like: Array, *shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape or like.shape, like.dtype)
-
-
-def _sizes(kernel: str, k: Array, v: Array) -> dict[str, int]:
-    """Returns the sizes of a kernel's blocks: the features of keys, "dim", or of values, "v", at a time."""
-    size = blocks.sizes(__name__, kernel, k.dtype, f"d{max(k.shape[3], v.shape[3])}")
-    return size | {side: min(size[side], x.shape[3]) for side, x in {"dim": k, "v": v}.items() if side in size}
-
-
-def _launch(
-    scale: float,
-    k: Array,
-    v: Array,
-    kernel: str,
-    body: Callable[..., None],
-    operands: Sequence[Array],
-    results: Any,
-) -> Any:
-    """Runs a kernel for each row and head, and for each chunk, each block of features, or both."""
-    (batch, seq, heads, dim), v_dim, size = k.shape, v.shape[3], _sizes(kernel, k, v)
-    by_chunk = (seq // CHUNK, heads, batch)
-    grids = {
-        "forward": (v_dim // size.get("v", 1), heads, batch),
-        "backward": (v_dim // size.get("v", 1), heads, batch),
-        "keys": (dim // size.get("dim", 1), seq // CHUNK, heads * batch),
-    }
-    return launch(
-        functools.partial(body, scale, size),
-        *operands,
-        name=f"delta_rule_channels_{kernel}",
-        grid=grids.get(kernel, by_chunk),
-        results=results,
-        warps=size["warps"],
-        stages=size["stages"],
-        cost=pl.CostEstimate(
-            flops=2 * batch * seq * heads * channel_products(kernel, dim, v_dim),
-            transcendentals=0,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((operands, results))),
-        ),
-    )
+def _runner(scale: float, k: Array, v: Array) -> Callable[..., Any]:
+    return functools.partial(fused.run, __name__, "channels", channel_products, scale, k, v)
 
 
 def _pairs_kernel(
@@ -209,7 +170,7 @@ def _pairs_kernel(
     pairs_ref: Any,
 ) -> None:
     chunk, head, batch = (pl.program_id(axis) for axis in range(3))
-    of_head, rows, (row, column) = (batch, head), _rows(chunk), _tokens()
+    of_head, rows, (row, column) = (batch, head), rows_of(chunk), _tokens()
     beta = load(beta_ref.at[*of_head, rows])[:, None]
     parts = k_ref.shape[3] // size["dim"]
 
@@ -220,10 +181,10 @@ def _pairs_kernel(
 
     def of_states(part: Array, own: Array) -> Array:
         features, q, k, decay = vectors(part)
-        since, until = (_power(_sums(which, decay)) for which in (column <= row, column > row))
+        since, until = (power(_sums(which, decay)) for which in (column <= row, column > row))
         for ref, x in ((query_ref, scale * since * q), (key_ref, since * k), (left_ref, until * k)):
             store(ref.at[batch, rows, head, features], x.astype(ref.dtype))
-        store(fade_ref.at[*of_head, chunk, features], _power(jnp.sum(decay, axis=0)))
+        store(fade_ref.at[*of_head, chunk, features], power(jnp.sum(decay, axis=0)))
         return own + jnp.sum(q * k, axis=1)
 
     own = lax.fori_loop(0, parts, of_states, jnp.zeros(CHUNK, jnp.float32))
@@ -233,14 +194,14 @@ def _pairs_kernel(
     def merge(level: Array, inverse: Array) -> Array:
         def of_part(part: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             _, q, k, decay = vectors(part)
-            factor = _power(_sums(_between(level), decay))
+            factor = power(_sums(_between(level), decay))
             keys = factor * k
-            return sums[0] + _product(factor * q, keys, over=(1, 1)), sums[1] + _product(keys, keys, over=(1, 1))
+            return sums[0] + product(factor * q, keys, over=(1, 1)), sums[1] + product(keys, keys, over=(1, 1))
 
         here, zeros = _paired(level), jnp.zeros((CHUNK, CHUNK), jnp.float32)
         of_queries, of_keys = lax.fori_loop(0, parts, of_part, (zeros, zeros))
         store(pairs_ref.at[*of_head, rows], (scale * of_queries).astype(pairs_ref.dtype), here)
-        return inverse - _product(inverse, _product(jnp.where(here, beta * of_keys, 0), inverse))
+        return inverse - product(inverse, product(jnp.where(here, beta * of_keys, 0), inverse))
 
     eye = jnp.where(row == column, 1.0, 0.0)
     inverse = lax.fori_loop(0, LEVELS, merge, eye) - eye
@@ -267,7 +228,7 @@ def _forward_kernel(
     of_head, columns = (batch, head), pl.ds(part * size["v"], size["v"])
 
     def step(chunk: Array, state: Array) -> Array:
-        rows, before = _rows(chunk), state.astype(key_ref.dtype)
+        rows, before = rows_of(chunk), state.astype(key_ref.dtype)
         if states_ref is not None:
             store(states_ref.at[*of_head, chunk, :, columns], before)
         query, key, left = (load(ref.at[batch, rows, head]) for ref in (query_ref, key_ref, left_ref))
@@ -309,7 +270,7 @@ def _backward_kernel(
 
     def step(n: Array, d_state: Array) -> Array:
         chunk = chunks - 1 - n
-        rows, after = _rows(chunk), d_state.astype(key_ref.dtype)
+        rows, after = rows_of(chunk), d_state.astype(key_ref.dtype)
         store(d_states_ref.at[*of_head, chunk, :, columns], after)
         query, key, left = (load(ref.at[batch, rows, head]) for ref in (query_ref, key_ref, left_ref))
         d_out = load(d_out_ref.at[batch, rows, head, columns])
@@ -344,7 +305,7 @@ def _values_kernel(
 ) -> None:
     """Writes the gradients of P, its diagonal by itself, and of L / beta. No kernel reads them above the diagonal."""
     chunk, head, batch = (pl.program_id(axis) for axis in range(3))
-    of_head, rows, (row, column) = (batch, head), _rows(chunk), _tokens()
+    of_head, rows, (row, column) = (batch, head), rows_of(chunk), _tokens()
     beta, inverse = load(beta_ref.at[*of_head, rows]), load(inverse_ref.at[*of_head, rows])
     key = load(key_ref.at[batch, rows, head])
     d_pairs, d_inverse = (jnp.zeros((CHUNK, CHUNK), jnp.float32) for _ in range(2))
@@ -397,7 +358,7 @@ def _keys_kernel(
     batch, head = lax.div(which, k_ref.shape[2]), lax.rem(which, k_ref.shape[2])
     of_head, rows, features, (row, column) = (
         (batch, head),
-        _rows(chunk),
+        rows_of(chunk),
         pl.ds(part * size["dim"], size["dim"]),
         _tokens(),
     )
@@ -407,7 +368,7 @@ def _keys_kernel(
 
     def of_level(level: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         d_q, d_k, d_total, d_beta = sums
-        factor = _power(_sums(_between(level), decay))
+        factor = power(_sums(_between(level), decay))
         queries, keys, rates = (x.astype(q_ref.dtype) for x in (factor * q, factor * k, factor * beta * k))
         here, zero = _paired(level), jnp.zeros((), q_ref.dtype)
         d_pairs, d_lower = (load(ref.at[*of_head, rows], here, zero) for ref in (d_pairs_ref, d_lower_ref))
@@ -424,7 +385,7 @@ def _keys_kernel(
     store(d_beta_ref.at[part, *of_head, rows], d_beta)
     state, d_state = (load(ref.at[*of_head, chunk, features]) for ref in (states_ref, d_states_ref))
     reads = lambda ref, state: dot(load(ref.at[batch, rows, head]), state, over=(1, 1))
-    since, until = (_power(_sums(which, decay)) for which in (column <= row, column > row))
+    since, until = (power(_sums(which, decay)) for which in (column <= row, column > row))
     of_query, of_key = scale * since * reads(d_out_ref, state), -since * reads(d_v_ref, state)
     left = until * reads(written_ref, d_state)
     d_q += of_query + own * k
@@ -439,10 +400,6 @@ def _keys_kernel(
     given = load(decay_ref.at[batch, rows, head, features])
     held = (load(begins_ref.at[batch, rows])[:, None] > 0) | (given < STRONGEST)
     store(d_decay_ref.at[batch, rows, head, features], jnp.where(held, 0, d_decay))
-
-
-def _rows(chunk: Array) -> Any:
-    return pl.ds(chunk * CHUNK, CHUNK)
 
 
 def _tokens() -> tuple[Int[Array, "tokens 1"], Int[Array, "1 tokens"]]:
@@ -485,16 +442,3 @@ def _halves(x: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Ar
     # On a CPU XLA would take x itself for a number that it has rounded and widens again.
     seen = lax.reduce_precision(x, 8, 7) if device().platform == "cpu" else high.astype(jnp.float32)
     return high, (x - seen).astype(jnp.bfloat16)
-
-
-def _power(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    return exp2(x, 1.0, less=jnp.zeros_like(x))
-
-
-def _product(
-    x: Float[Array, "..."], y: Float[Array, "..."], over: tuple[int, int] = (1, 0)
-) -> Float[Array, "rows columns"]:
-    """Multiplies in TF32, summing over these axes."""
-    precision = lax.Precision.HIGHEST if device().platform == "cpu" else lax.DotAlgorithmPreset.TF32_TF32_F32
-    axes = ((over[0],), (over[1],)), ((), ())
-    return lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)

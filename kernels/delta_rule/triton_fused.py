@@ -19,8 +19,7 @@ mask.
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,20 +29,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
-from kernels.backends import blocks
-from kernels.backends.device import device, elsewhere
-from kernels.backends.triton import SMALLEST, dot, exp2, launch, load, store
+from kernels.backends.triton import SMALLEST, dot, load, store
+from kernels.delta_rule import fused
+from kernels.delta_rule.fused import LOG2_E, RESTART, STRONGEST, array, power, product, rows_of, unfit
 from kernels.delta_rule.shared import BLOCK, CHUNK, OUT, STATES, fused_products
 
 
 PLATFORMS = ("gpu",)
 RANK = 1
-
-WIDEST, V_WIDEST = 128, 256  # features of a key and of a value
-SHARED = 227  # kilobytes of shared memory that its blocks fit in
-LOG2_E = math.log2(math.e)
-STRONGEST = -100.0  # a decay of a stronger logarithm is 0 in float32, also as the sum of others
-RESTART = -150.0  # its power is 0 in float32, without denormal numbers
 
 
 def refusal(
@@ -53,24 +46,6 @@ def refusal(
     if decay.ndim == 4:
         return "it has one decay for a head, and here each channel has its own"
     return unfit(q, k, v)
-
-
-def unfit(q: Array, k: Array, v: Array) -> str | None:
-    """Returns why kernels for bfloat16 cannot take these vectors on this device, or None if they can."""
-    if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
-        dtypes = sorted({x.dtype.name for x in (q, k, v)})
-        return f"it is for bfloat16, and q, k and v are {' and '.join(dtypes)}"
-    if k.shape[3] > WIDEST or v.shape[3] > V_WIDEST:
-        return (
-            f"its keys have at most {WIDEST} features and its values {V_WIDEST}, and these have {k.shape[3]} and "
-            f"{v.shape[3]}"
-        )
-    if not k.size or not v.size:
-        return "it needs a token, a head and a feature at least"
-    reason, here = elsewhere("gpu", (9, 0)), device()
-    if reason is None and here.platform == "gpu" and here.shared < SHARED:
-        return f"it needs {SHARED} KB of shared memory, and this {here.kind} has {here.shared}"
-    return reason
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "erase"))  # so that calls outside jit compile once, too
@@ -127,13 +102,13 @@ def _run(scale: float, erase: bool, given: tuple[Array, ...], keep: bool) -> tup
     """Returns the outputs, the last state, the states before the chunks if `keep` (else None), and the chunks."""
     q, k, v, decay, beta, state = given
     total = LOG2_E * lax.cumsum(_by_chunk(decay), axis=3).reshape(decay.shape)
-    matrices = _array(q, *beta.shape, CHUNK)
-    run = functools.partial(_launch, scale, erase, k, v)
+    matrices = array(q, *beta.shape, CHUNK)
+    run = _runner(scale, erase, k, v)
     inverse, pairs = run("pairs", _pairs_kernel, (q, k, total, beta), (matrices if erase else None, matrices))
     chunks = _Chunks(q, k, v, total, beta, inverse, pairs)
     batch, heads, *matrix = state.shape
-    states = _array(q, batch, heads, v.shape[1] // CHUNK, *matrix) if keep else None
-    results = _array(v), _array(state), states
+    states = array(q, batch, heads, v.shape[1] // CHUNK, *matrix) if keep else None
+    results = array(v), array(state), states
     return *run("forward", _forward_kernel, (*chunks, state), results), chunks
 
 
@@ -142,25 +117,25 @@ def _backward(
 ) -> tuple[Array, ...]:
     (chunks, states), (d_out, d_last) = residuals, gradients
     q, k, v, total, beta, inverse, pairs = chunks
-    run = functools.partial(_launch, scale, erase, k, v)
+    run = _runner(scale, erase, k, v)
     d_written, d_v, d_states, d_first = run(
         "backward",
         _backward_kernel,
         (q, k, total, beta, inverse, pairs, d_out, d_last),
-        (_array(v), _array(v), _array(states), _array(d_last)),
+        (array(v), array(v), array(states), array(d_last)),
     )
     written, d_pairs, d_own, d_keys, d_beta = run(
         "values",
         _values_kernel,
         (k, v, total, beta, inverse, d_out, d_written, states if erase else None),
-        (_array(v), _array(pairs), _array(beta), _array(pairs) if erase else None, _array(beta)),
+        (array(v), array(pairs), array(beta), array(pairs) if erase else None, array(beta)),
     )
-    parts = k.shape[3] // _sizes("keys", k, v)["dim"]
+    parts = k.shape[3] // fused.sizes(__name__, "keys", k, v)["dim"]
     d_q, d_k, *sums = run(
         "keys",
         _keys_kernel,
         (q, k, total, d_out, written, d_v if erase else None, d_pairs, d_own, d_keys, states, d_states),
-        (_array(q), _array(k), *[_array(beta, parts, *beta.shape)] * 2, _array(beta, parts, *states.shape[:3])),
+        (array(q), array(k), *[array(beta, parts, *beta.shape)] * 2, array(beta, parts, *states.shape[:3])),
     )
     d_total, d_until, d_fade = (x.sum(axis=0) for x in sums)
     # A decay is in the totals of its token and those after it, and it decays what tokens before it leave to the chunk's
@@ -173,52 +148,13 @@ def _backward(
 _delta_rule.defvjp(_forward, _backward)
 
 
-def _array(like: Array, *shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape or like.shape, like.dtype)
+def _runner(scale: float, erase: bool, k: Array, v: Array) -> Callable[..., Any]:
+    products = functools.partial(fused_products, erase=erase)
+    return functools.partial(fused.run, __name__, f"fused{'' if erase else '_additive'}", products, scale, k, v)
 
 
 def _by_chunk(x: Float[Array, "batch v_heads seq"]) -> Float[Array, "batch v_heads chunks tokens"]:
     return x.reshape(*x.shape[:2], -1, CHUNK)
-
-
-def _sizes(kernel: str, k: Array, v: Array) -> dict[str, int]:
-    """Returns the sizes of a kernel's blocks: the features of keys, "dim", or of values, "v", at a time."""
-    size = blocks.sizes(__name__, kernel, k.dtype, f"d{max(k.shape[3], v.shape[3])}")
-    return size | {side: min(size[side], x.shape[3]) for side, x in {"dim": k, "v": v}.items() if side in size}
-
-
-def _launch(
-    scale: float,
-    erase: bool,
-    k: Array,
-    v: Array,
-    kernel: str,
-    body: Callable[..., None],
-    operands: Sequence[Array | None],
-    results: Any,
-) -> Any:
-    """Runs a kernel for each row and head, and for each chunk, each block of features, or both."""
-    (batch, seq, kv_heads, dim), (*_, heads, v_dim), size = k.shape, v.shape, _sizes(kernel, k, v)
-    by_chunk = (seq // CHUNK, heads, batch)
-    grids = {
-        "forward": (v_dim // size.get("v", 1), heads, batch),
-        "backward": (v_dim // size.get("v", 1), heads, batch),
-        "keys": (dim // size.get("dim", 1), seq // CHUNK, batch * kv_heads),
-    }
-    return launch(
-        functools.partial(body, scale, size),
-        *operands,
-        name=f"delta_rule_fused_{'' if erase else 'additive_'}{kernel}",
-        grid=grids.get(kernel, by_chunk),
-        results=results,
-        warps=size["warps"],
-        stages=size["stages"],
-        cost=pl.CostEstimate(
-            flops=2 * batch * seq * heads * fused_products(kernel, dim, v_dim, erase=erase),
-            transcendentals=0,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((operands, results))),
-        ),
-    )
 
 
 def _pairs_kernel(
@@ -234,7 +170,7 @@ def _pairs_kernel(
     """Writes P and M. It inverts blocks of `BLOCK` tokens on the diagonal row by row, and then the others from them."""
     chunk, head, batch = (pl.program_id(axis) for axis in range(3))
     kv_head, of_head = lax.div(head, beta_ref.shape[1] // k_ref.shape[2]), (batch, head)
-    rows = _rows(chunk)
+    rows = rows_of(chunk)
     total = load(total_ref.at[*of_head, rows])
     products = dot(load(q_ref.at[batch, rows, kv_head]), load(k_ref.at[batch, rows, kv_head]), over=(1, 1))
     store(pairs_ref.at[*of_head, rows], (scale * products * _decays(total, total)).astype(pairs_ref.dtype))
@@ -249,7 +185,7 @@ def _pairs_kernel(
     later, eye = token[:, None] > token[None, :], (token[:, None] == token[None, :]).astype(jnp.float32)
     lower = {}
     for i, j in itertools.combinations_with_replacement(range(n), 2):
-        decays = _decays(totals[j], totals[i]) if i == j else _power(totals[j][:, None] - totals[i][None, :])
+        decays = _decays(totals[j], totals[i]) if i == j else power(totals[j][:, None] - totals[i][None, :])
         lower[j, i] = betas[j][:, None] * dot(keys[j], keys[i], over=(1, 1)) * decays
 
     def solve(row: Array, found: list[Array]) -> list[Array]:
@@ -262,8 +198,8 @@ def _pairs_kernel(
     for apart in range(1, n):
         for j in range(n - apart):
             i = j + apart
-            total = functools.reduce(jnp.add, [_product(lower[i, m], found[m, j]) for m in range(j, i)])
-            found[i, j] = -_product(found[i, i], total)
+            total = functools.reduce(jnp.add, [product(lower[i, m], found[m, j]) for m in range(j, i)])
+            found[i, j] = -product(found[i, i], total)
     for i in range(n):
         for j in range(n):
             block = found[i, j] if i > j else found[i, i] - eye if i == j else jnp.zeros_like(eye)
@@ -290,7 +226,7 @@ def _forward_kernel(
     columns = pl.ds(part * size["v"], size["v"])
 
     def step(chunk: Array, state: Array) -> Array:
-        rows, before = _rows(chunk), state.astype(k_ref.dtype)
+        rows, before = rows_of(chunk), state.astype(k_ref.dtype)
         if states_ref is not None:
             store(states_ref.at[*of_head, chunk, :, columns], before)
         q, k = load(q_ref.at[batch, rows, kv_head]), load(k_ref.at[batch, rows, kv_head])
@@ -331,7 +267,7 @@ def _backward_kernel(
 
     def step(n: Array, d_state: Array) -> Array:
         chunk = chunks - 1 - n
-        rows, after = _rows(chunk), d_state.astype(k_ref.dtype)
+        rows, after = rows_of(chunk), d_state.astype(k_ref.dtype)
         store(d_states_ref.at[*of_head, chunk, :, columns], after)
         q, k = load(q_ref.at[batch, rows, kv_head]), load(k_ref.at[batch, rows, kv_head])
         d_out = load(d_out_ref.at[batch, rows, head, columns])
@@ -372,13 +308,13 @@ def _values_kernel(
     """Writes the gradients of Q K^T, its diagonal by itself, and of K K^T, below the diagonal."""
     chunk, head, batch = (pl.program_id(axis) for axis in range(3))
     kv_head, of_head = lax.div(head, v_ref.shape[2] // k_ref.shape[2]), (batch, head)
-    rows = _rows(chunk)
+    rows = rows_of(chunk)
     total, beta = load(total_ref.at[*of_head, rows]), load(beta_ref.at[*of_head, rows])
     d_pairs, d_inverse = (jnp.zeros((CHUNK, CHUNK), jnp.float32) for _ in range(2))
     d_beta = jnp.zeros(CHUNK, jnp.float32)
     if inverse_ref is not None:
         k, inverse = load(k_ref.at[batch, rows, kv_head]), load(inverse_ref.at[*of_head, rows])
-        since = _power(total)[:, None]
+        since = power(total)[:, None]
     for start in range(0, v_ref.shape[3], size["v"]):
         columns = pl.ds(start, size["v"])
         written = load(v_ref.at[batch, rows, head, columns]).astype(jnp.float32)
@@ -435,7 +371,7 @@ def _keys_kernel(
     """Writes the gradients of some features of q and k, and their share of those of the decays, by what they decay."""
     part, chunk, which = (pl.program_id(axis) for axis in range(3))
     batch, kv_head = lax.div(which, k_ref.shape[2]), lax.rem(which, k_ref.shape[2])
-    rows, features = _rows(chunk), pl.ds(part * size["dim"], size["dim"])
+    rows, features = rows_of(chunk), pl.ds(part * size["dim"], size["dim"])
     q, k = load(q_ref.at[batch, rows, kv_head, features]), load(k_ref.at[batch, rows, kv_head, features])
     group = d_out_ref.shape[2] // k_ref.shape[2]
 
@@ -467,28 +403,14 @@ def _keys_kernel(
     store(d_k_ref.at[batch, rows, kv_head, features], d_k.astype(d_k_ref.dtype))
 
 
-def _rows(chunk: Array) -> Any:
-    return pl.ds(chunk * CHUNK, CHUNK)
-
-
 def _fades(total_ref: Any, of_head: tuple[Array, Array], chunk: Array) -> tuple[Array, Array, Array]:
     """Returns the decays of a chunk from before it to each token, from each token to its end, and over all of it."""
-    total, last = load(total_ref.at[*of_head, _rows(chunk)]), total_ref[*of_head, chunk * CHUNK + CHUNK - 1]
-    return _power(total)[:, None], _power(last - total)[:, None], jnp.exp2(last)
-
-
-def _power(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    return exp2(x, 1.0, less=jnp.zeros_like(x))
+    total, last = load(total_ref.at[*of_head, rows_of(chunk)]), total_ref[*of_head, chunk * CHUNK + CHUNK - 1]
+    return power(total)[:, None], power(last - total)[:, None], jnp.exp2(last)
 
 
 def _decays(total: Float[Array, " rows"], earlier: Float[Array, " columns"]) -> Float[Array, "rows columns"]:
     """Returns the decays of pairs of the same tokens, with 0 for those in which the second is later."""
     token = jnp.arange(len(total), dtype=jnp.int32)
     difference = total[:, None] - earlier[None, :]
-    return jnp.where(token[:, None] >= token[None, :], _power(difference), 0)
-
-
-def _product(x: Float[Array, "m n"], y: Float[Array, "n k"]) -> Float[Array, "m k"]:
-    """Multiplies in TF32."""
-    precision = lax.Precision.HIGHEST if device().platform == "cpu" else lax.DotAlgorithmPreset.TF32_TF32_F32
-    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    return jnp.where(token[:, None] >= token[None, :], power(difference), 0)
