@@ -8,6 +8,8 @@ figures, and estimates by kind of kernel, from rates that are reached in practic
 """
 
 import functools
+import itertools
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -17,18 +19,22 @@ from jax.sharding import Mesh
 from rich.table import Column, Table
 
 import zoo
+from kernels.mesh import BATCH
 from train import classify, distill, dpo, embed, grpo, reward, sft
 from train.base import runfile
 from train.base.chips import Chip, fleet, size_of
+from train.methods.texts import Text, packing, rows_of
 from train.planning import planner
 from train.planning.ahead import Program, abstract_frozen, parts_of, training
 from train.planning.hlo import by_axis
 from train.planning.planner import Options, Plan, Sampled, gb, suggestion
 from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
+from train.state.mesh import reads_in_order
 from zoo.nn.heads import ClassificationHead, RewardHead
 from zoo.nn.model import AbstractConfig, Family
 from zoo.registry import family_of
+from zoo.weights.checkpoint import skeleton
 from zoo.weights.heads import described
 
 
@@ -77,9 +83,26 @@ def script(options: Options, config: AbstractConfig) -> finetune.FineTuningOptio
     )
 
 
+def rows_of_completions(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -> dict[str, Any]:
+    """Returns the arguments of `train.planning.ahead.training` for the rows in which `train.grpo` packs an update.
+
+    All completions have as many tokens, and so have all prompts.
+    """
+    prompt = options.seq + 1 - options.new  # the last token of a text is only a target
+    of_prompt = lambda n: Text([n] * prompt + [0] * options.new, [None] * prompt + [0.0] * options.new, 0.0)
+    groups = [[of_prompt(n)] * options.group for n in range(math.ceil(options.batch / options.group))]
+    texts = list(itertools.chain(*groups))[: options.batch]
+    count = rows_of(len(texts), math.prod(mesh.shape[axis] for axis in BATCH) * options.microbatches)
+    places = packing(texts, count, branches=not reads_in_order(skeleton(family, config)))
+    again = sum(len(members) - 1 for documents in places.table for members in documents.values())
+    packed = ((len(texts), options.seq), (-again, prompt - 1))
+    return dict(batch=count, seq=places.length, texts=packed, branches=places.branches)
+
+
 def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:
     """Makes the training step of the plan's options."""
     run, more, reference, head, microbatches = script(options, config), (), None, None, options.microbatches
+    rows: dict[str, Any] = dict(batch=options.batch, seq=options.seq)
     whole = functools.partial(abstract_frozen, config, family, mesh, quantize="none", parts=parts_of(options.images))
     match run:
         case dpo.DPOOptions():
@@ -87,6 +110,7 @@ def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -
             reference = None if options.lora.rank else whole()
         case grpo.GRPOOptions():
             objective, more = functools.partial(grpo.objective, options=run), ("advantages", "old")
+            rows = rows_of_completions(options, config, family, mesh)
             reference = whole() if options.kl and not options.lora.rank else None
         case distill.DistillOptions():
             objective, other = functools.partial(distill.objective, options=run), zoo.inspect(options.teacher)
@@ -105,9 +129,9 @@ def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -
         case _:
             raise AssertionError(f"METHODS has {options.method}, and here it is missing.")
     program = training(
-        config, family, mesh, batch=options.batch, seq=options.seq, quantize=options.quantize, images=options.images,
-        patches=options.patches, remat=options.remat, microbatches=microbatches, optimization=run.optim,
-        kept=run.state, adapters=run.lora, objective=objective, head=head, reference=reference, more=more,
+        config, family, mesh, **rows, quantize=options.quantize, images=options.images, patches=options.patches,
+        remat=options.remat, microbatches=microbatches, optimization=run.optim, kept=run.state, adapters=run.lora,
+        objective=objective, head=head, reference=reference, more=more,
     )  # fmt: skip
     if options.judge:
         other = zoo.inspect(options.judge)
@@ -176,8 +200,10 @@ def _add_memory_of_sampling(table: Table, made: Plan, s: Sampled) -> None:
 
 def _add_times_of_sampling(table: Table, made: Plan, s: Sampled) -> None:
     """Adds the bounds of the times of sampling, and of a step with its update."""
-    o, ms = made.options, lambda seconds: f"{1e3 * seconds:,.2f} ms"
-    table.add_row("a step's tokens", f"{o.tokens:,}, of which {o.batch * o.new:,} are drawn")
+    o, rows, ms = made.options, made.rows, lambda seconds: f"{1e3 * seconds:,.2f} ms"
+    once = ", each with its prompts once" if rows.branches else ""
+    packed = f"in {rows.count:,} rows of {rows.length:,}{once}"
+    table.add_row("a step's tokens", f"{made.tokens:,}, of which {o.batch * o.new:,} are drawn, {packed}")
     limit = max(s.bounds, key=s.bounds.__getitem__)
     each = f"{s.steps:,} decoding steps of {ms(s.bounds[limit])} because of {limit}, {ms(s.prompts)} for prompts"
     each += f", {ms(s.copying)} for copying weights" if s.copying else ""

@@ -27,12 +27,13 @@ from tests.zoo.programs import noise
 from train import grpo
 from train import plan as script
 from train.base.chips import CHIPS, chip_of, fleet, ring_rate, size_of, slice_of, slowest_link, target
+from train.methods.texts import Text, packed
 from train.planning import ahead, breakdown, fit, hlo, planner, sampling
-from train.planning.ahead import Compiled, Program, TooLarge, compile_ahead, training
+from train.planning.ahead import Compiled, Program, Rows, TooLarge, compile_ahead, training
 from train.planning.breakdown import Part
 from train.planning.planner import Options, suggestion
 from train.run import defaults
-from train.state.mesh import abstract_model
+from train.state.mesh import abstract_model, put_batch
 from train.state.remat import StepOptions
 from train.state.state import Lora, StateOptions, Trained
 from zoo.generation import decoding, engine
@@ -412,7 +413,7 @@ def test_preferences(config, monkeypatch):
     assert (
         pairs.bounds["compute"] == rewarded.bounds["compute"] == pytest.approx(1.25 * whole.bounds["compute"], rel=0.02)
     )
-    assert rewarded.kinds["batch"] == whole.kinds["batch"] * 6 / 4  # plus advantages and old log-probabilities
+    assert rewarded.kinds["batch"] == whole.kinds["batch"] * 8 / 4  # plus advantages, old, positions, branches
     with pytest.raises(ValueError, match="--decode plans no training: leave out --method dpo"):
         planned(method="dpo", decode=True)
     with pytest.raises(ValueError, match="leave out --images or --method grpo"):
@@ -455,6 +456,32 @@ def test_heads(config, monkeypatch):
     ):
         with pytest.raises(ValueError, match=said):
             planned(**changes)
+
+
+@pytest.mark.parametrize(("new", "branches"), [(24, True), (60, False)])
+def test_an_update_of_completions(config, new, branches):
+    """Its rows are those that `train.grpo` packs, with the prompts of groups once where that saves enough."""
+    o = TINY.changed(method="grpo", batch=20, seq=63, max_new_tokens=new, group=8, mesh="fsdp=2")
+    mesh = make_mesh("fsdp=2", jax.devices()[:2])
+    planned = script.step(o, config, planner.family_of(config), mesh)
+    texts = [
+        Text([7 + n // 8] * (64 - new) + [*range(new)], [None] * (64 - new) + [-1.0] * new, 1.0) for n in range(20)
+    ]
+    rows = put_batch(packed(texts, 2, zoo.tokenizer("tiny"), branches=True), mesh)
+    assert ("branches" in rows) == planned.rows.branches == branches
+    shapes = lambda batch: {name: (a.shape, a.dtype, a.sharding) for name, a in batch.items()}
+    assert shapes(planned.kinds["batch"]) == shapes(rows)
+    segments, branch = (np.array(rows.get(name, rows["segments"])) for name in ("segments", "branches"))
+    assert planned.rows.tokens == (segments != 0).sum()
+    before = np.tril(np.ones(2 * segments.shape[1:], bool))
+    same = lambda ids: ids[:, :, None] == ids[:, None]
+    seen = before & same(segments) & (segments != 0)[..., None]
+    seen &= (branch == 0)[:, None] | same(branch) if branches else True
+    assert planned.seen == pytest.approx(seen.sum() / seen.size, rel=0.03)
+    pairs = seen.sum() / planned.rows.tokens  # of a token, for whose head attention takes two products
+    of_attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
+    average = planned.rows.mean(lambda seq: fit.products_per_token(config, seq).attention)
+    assert average == pytest.approx(of_attention, rel=0.05)
 
 
 @pytest.mark.parametrize("cache", ["auto", "int8"])
@@ -659,7 +686,7 @@ def test_suggestions_take_away_what_is_missing(config, monkeypatch):
     o = TINY.changed(remat="none", batch=32)
     made = refused(o, 2.0, 1.0)
     state = sum(made.kinds.values())
-    ours = lambda remat: planner.held(made.kinds, made.gradients, config, made.mesh, o.changed(remat=remat))
+    ours = lambda remat: planner.held(made.kinds, made.gradients, config, made.mesh, o.changed(remat=remat), made.rows)
     assert state < ours("offload") < ours("full") < ours("dots") < ours("none")
     for remat in ("dots", "full", "offload"):
         available = 1e9 * ours(remat) / ours("none") + 1
@@ -827,8 +854,9 @@ def test_candidates_on_nodes():
     model = skeleton(planner.family_of(config), config)
 
     def seconds(text, devices=devices, **changes):
-        held = {"parameters": 5_000_000_000}
-        return planner._seconds(o.changed(**changes), held, model, CHIPS["h100"], make_mesh(text, devices))
+        held, changed = {"parameters": 5_000_000_000}, o.changed(**changes)
+        rows = Rows(changed.batch, changed.seq, ((changed.batch, changed.seq),))
+        return planner._seconds(changed, rows, held, model, CHIPS["h100"], make_mesh(text, devices))
 
     whole, near, *of_experts = map(seconds, sizes)
     assert whole < near < min(of_experts)

@@ -16,6 +16,7 @@ from tests.zoo import tiny
 from tests.zoo.programs import STACKS, decode, error, init_cache
 from zoo import registry
 from zoo.config import read as read_config
+from zoo.mesh import make_mesh
 from zoo.nn import rows, scan
 from zoo.nn.cache import KV, LatentKV, WindowKV
 
@@ -256,17 +257,23 @@ def test_wider_windows():
 
 
 def test_a_gpus_step_has_no_loop_over_layers(load, monkeypatch):
-    """It gives the same logits and caches."""
+    """It gives the same logits and caches. A mesh keeps the loop where its devices gather weights in each layer."""
     model, tokens = load("gemma3"), tiny.TOKENS[:, :3]
 
-    def stepped():
+    def lowered():
         positions = jnp.tile(jnp.arange(3), (2, 1))
         step = lambda tokens: model.decode(tokens, model.init_cache(2, 16, jnp.float32), positions=positions)
-        lowered = jax.jit(step).lower(tokens)
-        return "while" in lowered.as_text(), lowered.compile()(tokens)
+        return jax.jit(step).lower(tokens)
 
-    in_a_loop, expected = stepped()
+    def in_a_loop(mesh):
+        with jax.set_mesh(make_mesh(mesh, jax.devices()[:2])):
+            return "while" in lowered().as_text()
+
+    expected = lowered()
     monkeypatch.setattr(scan, "device", lambda: Device("gpu", "NVIDIA H200"))
-    still, got = stepped()
-    assert in_a_loop and not still
+    got = lowered()
+    assert "while" in expected.as_text() and "while" not in got.as_text()
+    found = {axis: in_a_loop(f"{axis}=2") for axis in ("fsdp", "context", "tensor", "replica")}
+    assert found == {"fsdp": True, "context": True, "tensor": False, "replica": False}
+    got, expected = (each.compile()(tokens) for each in (got, expected))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got, expected)

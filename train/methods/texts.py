@@ -76,11 +76,9 @@ def packed(
             f"{len(texts)} texts do not fit {rows} rows of at most {TEXTS}: conversations were split into too many "
             "parts; take a chat template that does not rewrite its past, or fewer --turns."
         )
-    length = lambda n: len(texts[n].tokens) - 1  # the last token is only a target
-    beginnings = _beginnings(texts) if branches else [Beginning(n, 0) for n in range(len(texts))]
-    table, seq_len = _placed(list(map(length, range(len(texts)))), beginnings, rows)
+    table, beginnings, seq_len = places = packing(texts, rows, branches=branches)
     arrays = padding_rows(rows, seq_len)
-    if any(beginning.length for beginning in beginnings):
+    if places.branches:
         arrays["branches"] = np.zeros((rows, seq_len), np.int32)
     if texts and texts[0].experts is not None:
         arrays["experts"] = np.zeros((rows, seq_len, *texts[0].experts.shape[1:]), np.int32)
@@ -91,7 +89,10 @@ def packed(
         end, branch = 0, 0
         for segment, (of, members) in enumerate(documents.items(), 1):
             trunk = beginnings[of].length if len(members) > 1 else 0
-            pieces = [(members[0], 0, 0, trunk), *((n, branch + i, trunk, length(n)) for i, n in enumerate(members, 1))]
+            pieces = [
+                (members[0], 0, 0, trunk),
+                *((n, branch + i, trunk, _length(texts[n])) for i, n in enumerate(members, 1)),
+            ]
             for n, number, first, last in pieces:
                 here, end = slice(end, end + last - first), end + last - first
                 for name, values in arrays_of[n].items():
@@ -111,6 +112,31 @@ class Beginning(NamedTuple):
 
     of: int  # the number of the first text that has it
     length: int  # in tokens; 0: no other text has it
+
+
+class Packing(NamedTuple):
+    """The places of texts in rows."""
+
+    table: list[dict[int, list[int]]]  # the numbers of each row's texts, by their beginnings
+    beginnings: list[Beginning]  # of each text
+    length: int  # of a row, in tokens
+
+    @property
+    def branches(self) -> bool:
+        """Whether texts of a row that begin alike are branches of one document."""
+        return any(beginning.length for beginning in self.beginnings)
+
+
+def packing(texts: Sequence[Text], rows: int, *, branches: bool) -> Packing:
+    """Finds the places that `packed` gives to texts, with `branches` if that saves enough (`WORTH`)."""
+    beginnings = _beginnings(texts) if branches else [Beginning(n, 0) for n in range(len(texts))]
+    table, length = _placed(list(map(_length, texts)), beginnings, rows)
+    return Packing(table, beginnings, length)
+
+
+def _length(text: Text) -> int:
+    """Counts the tokens that a text has in a row. Its last token is only a target."""
+    return len(text.tokens) - 1
 
 
 def _beginnings(texts: Sequence[Text]) -> list[Beginning]:

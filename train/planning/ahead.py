@@ -5,7 +5,7 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -43,6 +43,30 @@ NONE = Lora()  # no adapters
 USUAL = OptimizerOptions(lr=1e-4, steps=1000, warmup=30, decay=200)
 
 
+class Rows(NamedTuple):
+    """The rows of a step, of all devices together."""
+
+    count: float = 0
+    length: int = 0  # in tokens, with padding
+    texts: tuple[tuple[float, int], ...] = ()  # a number of texts, and their length; below 0: of beginnings that texts
+    # of a row share, and that it has once
+    branches: bool = False  # whether texts of a row share beginnings
+
+    @property
+    def tokens(self) -> float:
+        """Counts the tokens of all rows, without padding."""
+        return sum(number * length for number, length in self.texts)
+
+    def mean(self, of: Callable[[int], float]) -> float:
+        """Averages over all tokens `of`(length), the mean over the tokens of a causal text of some length."""
+        return sum(number * length * of(length) for number, length in self.texts) / self.tokens
+
+    def times(self, factor: float) -> "Rows":
+        """Returns `factor` times as many rows."""
+        texts = tuple((number * factor, length) for number, length in self.texts)
+        return self._replace(count=self.count * factor, texts=texts)
+
+
 class Program(NamedTuple):
     """A function to compile, and its arguments (`jax.ShapeDtypeStruct` with shardings)."""
 
@@ -51,6 +75,7 @@ class Program(NamedTuple):
     kinds: dict[str, Any]  # the arguments by kind: "parameters", "optimizer", "batch", "cache"
     gradients: Any = None  # shapes of gradients and of copies of the weights in bfloat16, as one float32 for both
     seen: float = 1.0  # the share of all pairs of a row's tokens that attention computes
+    rows: Rows = Rows()  # those of a step
 
 
 class Compiled(NamedTuple):
@@ -98,15 +123,21 @@ def training(
     head: AbstractHead | None = None,
     reference: Any = None,
     more: Sequence[str] = (),
+    texts: tuple[tuple[float, int], ...] | None = None,
+    branches: bool = False,
 ) -> Program:
     """Makes the step of `train.run.loop`, with products in bfloat16. If `adapters` has a rank, only they are trained.
 
     Args:
+        batch: number of rows.
+        seq: number of tokens of a row.
         images: number of images in a row; above 0 the model has its vision tower.
         patches: number of patches of an image, if the tower takes images of any shape.
         head: stands in the place of the output embeddings.
         reference: shapes of another model that the objective gets.
         more: names of float32 arrays that the objective reads from a batch, beside the usual ones.
+        texts: those of all rows, see `Rows`. None: each row is a text.
+        branches: whether texts of a row are branches of documents (`kernels.Tokens`).
     """
     transform, schedule = make_optimizer(optimization)
     if adapters.rank:
@@ -118,8 +149,9 @@ def training(
     trained, frozen_weights = lora.split(model)
     state = abstract_state(trained, transform, kept)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
-    in_order = keeps_order(mesh, model, reference)
+    in_order = keeps_order(mesh, model, reference) and not branches
     names = ("tokens", "targets", "loss_mask", "segments", *(() if in_order else ("positions",)))
+    names += ("branches",) * branches
     data = dict.fromkeys(names, rows)
     data |= dict.fromkeys(more, jax.ShapeDtypeStruct(rows.shape, jnp.float32, sharding=rows.sharding))
     if images:
@@ -139,7 +171,9 @@ def training(
     kinds = {"parameters": lora.combine(state.model, rest), "optimizer": state.opt_state, "batch": data}
     kinds |= {"reference": reference} if reference is not None else {}
     one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=a.sharding)  # whole in each replica
-    return Program(step, (state, data, rest, reference), kinds, jax.tree.map(one, trained), seen_pairs(config, seq))
+    packed = Rows(batch, seq, texts or ((batch, seq),), branches)
+    gradients = jax.tree.map(one, trained)
+    return Program(step, (state, data, rest, reference), kinds, gradients, seen_pairs(config, packed), packed)
 
 
 def parts_of(images: int) -> tuple[str, ...]:
@@ -147,12 +181,12 @@ def parts_of(images: int) -> tuple[str, ...]:
     return ("vision",) if images else ()
 
 
-def seen_pairs(config: AbstractConfig, seq: int) -> float:
+def seen_pairs(config: AbstractConfig, rows: Rows) -> float:
     """Returns the share of all pairs of a row's tokens that its attention computes; 1 for a model without attention."""
     products = config.attention_products
     layers = [n for n in range(config.num_hidden_layers) if products(n, 2) > products(n, 1)]  # without recurrent layers
     pairs = lambda seq: sum(products(n, seq) for n in layers)  # pairs of one token; alone, a token sees half of itself
-    return pairs(seq) / (2 * seq * pairs(1)) if layers else 1.0
+    return rows.tokens * rows.mean(pairs) / (rows.count * rows.length**2 * 2 * pairs(1)) if layers else 1.0
 
 
 def abstract_frozen(
@@ -215,7 +249,8 @@ def decoding(
     decode = lambda model, cache, tokens, positions: model.decode(tokens, cache, positions=positions)
     with jax.set_mesh(mesh):
         step = jax.jit(decode, donate_argnums=1, compiler_options=compile_options("decode"))
-    return Program(step, (model, cache, tokens, tokens), {"parameters": model, "cache": cache})
+    kinds = {"parameters": model, "cache": cache}
+    return Program(step, (model, cache, tokens, tokens), kinds, rows=Rows(batch, seq, ((batch, seq),)))
 
 
 def device_bytes(tree: Any) -> int:

@@ -17,7 +17,17 @@ from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 from train.base.chips import Chip, ring_rate, slowest_link
 from train.base.flops import flops_per_token, products_of_image, products_per_token
 from train.base.options import Flat, Group, OptionGroup, option
-from train.planning.ahead import NONE, Compiled, Program, TooLarge, compile_ahead, decoding, device_bytes, parts_of
+from train.planning.ahead import (
+    NONE,
+    Compiled,
+    Program,
+    Rows,
+    TooLarge,
+    compile_ahead,
+    decoding,
+    device_bytes,
+    parts_of,
+)
 from train.planning.breakdown import ASIDE, Part, parts
 from train.planning.fit import REMATS, recomputed, recomputed_of, saved_bytes
 from train.planning.hlo import RINGS, Collective
@@ -51,9 +61,11 @@ class Options(OptionGroup):
     mesh: str = option("fsdp=-1", group=Group.DEVICES)
     """Number of devices along each axis, as for training."""
     batch: int
-    """Number of rows of a step, on all devices together; for GRPO, number of rows of an update."""
+    """Number of rows of a step, on all devices together; for GRPO, number of completions of an update, which share
+    rows."""
     seq: int
-    """Number of tokens of a row; with --decode, number of positions of the cache."""
+    """Number of tokens of a row; for GRPO, those of a prompt with its completion; with --decode, number of positions of
+    the cache."""
     remat: str = "full"
     """Values that the backward pass recomputes, as for training, but for auto."""
     microbatches: int = 1
@@ -126,10 +138,9 @@ class Options(OptionGroup):
         """Whether a head of few weights stands in the place of the output embeddings."""
         return self.method in ("reward", "classify", "embed")
 
-    @property
-    def tokens(self) -> int:
-        """Counts the tokens that a training step learns from, or that a decoding step adds."""
-        return self.batch * (1 if self.decode else self.seq)
+    def tokens(self, rows: Rows) -> float:
+        """Counts the tokens of a training step with these rows, or those that a decoding step adds."""
+        return self.batch if self.decode else rows.tokens
 
 
 JUDGE = "reward model"  # among a plan's kinds of bytes
@@ -161,6 +172,7 @@ class Plan:
 
     options: Options
     mesh: Mesh
+    rows: Rows
     kinds: dict[str, int]  # bytes held before a step, by kind
     gradients: int  # bytes, with the copies of weights in bfloat16
     compiled: Compiled | None  # None if the step does not fit
@@ -171,6 +183,11 @@ class Plan:
     flops: float  # FLOPs of one token, as MFU counts them
     mfu: float  # an upper bound, from 0 to 1
     chip: Chip
+
+    @property
+    def tokens(self) -> float:
+        """Counts the tokens of a step."""
+        return self.options.tokens(self.rows)
 
     @property
     def needed(self) -> float:
@@ -202,17 +219,17 @@ class Plan:
 
     def reached(self, seconds: float) -> float:
         """Returns the MFU, from 0 to 1, of a step that takes so many seconds."""
-        return self.flops * self.options.tokens / self.mesh.size / self.chip.flops / seconds
+        return self.flops * self.tokens / self.mesh.size / self.chip.flops / seconds
 
     @property
     def tokens_per_second(self) -> float:
         """Returns an upper bound of the tokens per second of all devices together."""
-        return self.options.tokens / max(self.bounds.values())
+        return self.tokens / max(self.bounds.values())
 
     @property
     def estimated_speed(self) -> float:
         """Estimates the tokens per second of all devices together, with nothing beside kernels; 0: it does not fit."""
-        return self.options.tokens / self.seconds[1] if self.compiled else 0.0
+        return self.tokens / self.seconds[1] if self.compiled else 0.0
 
 
 def refuse(options: Options, config: AbstractConfig, chip: Chip, count: int, step: Step) -> None:
@@ -255,14 +272,15 @@ def plan(options: Options, config: AbstractConfig, chip: Chip, devices: list[Any
             needed, available = error.needed, error.available
     if compiled and options.samples and needed <= available:
         sampled = _sampled(options, config, chip, program, compiled, mesh, there)
-    flops = flops_per_token(
-        config, options.seq, frozen=bool(options.lora.rank), headed=options.headed,
+    of_token = functools.partial(
+        flops_per_token, config, frozen=bool(options.lora.rank), headed=options.headed,
         images=0 if options.decode else options.images, patches=options.patches,
     )  # fmt: skip
-    flops /= 3 if options.decode else 1
-    bounds = _bounds(options, program.kinds["parameters"], chip, mesh, compiled)
-    mfu = flops * options.tokens / mesh.size / chip.flops / max(bounds.values())
-    made = Plan(options, mesh, kinds, gradients, compiled, needed, sampled, available, bounds, flops, mfu, chip)
+    rows = program.rows
+    flops = rows.mean(of_token) / (3 if options.decode else 1)
+    bounds = _bounds(options, rows, program.kinds["parameters"], chip, mesh, compiled)
+    mfu = flops * options.tokens(rows) / mesh.size / chip.flops / max(bounds.values())
+    made = Plan(options, mesh, rows, kinds, gradients, compiled, needed, sampled, available, bounds, flops, mfu, chip)
     return made if made.needed <= available else dataclasses.replace(made, compiled=None)
 
 
@@ -369,30 +387,33 @@ def _check(options: Options, config: AbstractConfig, mesh: Mesh) -> None:
 
 
 def _bounds(
-    options: Options, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: Compiled | None
+    options: Options, rows: Rows, model: AbstractModel, chip: Chip, mesh: Mesh, compiled: Compiled | None
 ) -> dict[str, float]:
     """Computes lower bounds of a step in seconds, one for each limit. Without a compiled step only "compute" is known.
 
     The limits are "compute", "HBM" and "interconnect".
     """
-    p = products_per_token(model.config, options.seq)
-    p = p._replace(head=0.0) if options.headed else p
-    other = products_per_token(zoo.inspect(options.teacher), options.seq) if options.teacher else p
-    weights = p.layers + p.head  # frozen weights have no gradient
-    products = (
-        sum(p)
-        if options.decode
-        else 3 * p.attention
-        + (2 if options.lora.rank else 3) * weights
-        + recomputed(model.config, options.seq, options.remat)
-        + options.reference * sum(other)
-    )
+    teacher = zoo.inspect(options.teacher) if options.teacher else None
+
+    def of_token(seq: int) -> float:
+        """Counts the multiply-adds of a token, on average over a text."""
+        p = products_per_token(model.config, seq)
+        p = p._replace(head=0.0) if options.headed else p
+        if options.decode:
+            return sum(p)
+        other = products_per_token(teacher, seq) if teacher else p
+        weights = (2 if options.lora.rank else 3) * (p.layers + p.head)  # frozen weights have no gradient
+        again = recomputed(model.config, seq, options.remat)
+        return 3 * p.attention + weights + again + options.reference * sum(other)
+
+    products = rows.mean(of_token)
     if options.images and not options.decode:
         image = products_of_image(model.config, options.patches)
         passes, remat = 1 if options.lora.rank else 3, options.remat if options.remat in REMATS else "full"
         tower = (passes + options.reference) * sum(image) + recomputed_of(image, remat) * (passes > 1)
         products += options.images * tower / options.seq
-    bounds = {"compute": 2 * products * options.tokens / mesh.size / chip.flops * _ticks(options, model, mesh)}
+    computing = 2 * products * options.tokens(rows) / mesh.size / chip.flops
+    bounds = {"compute": computing * _ticks(options, rows, model, mesh)}
     if compiled:
         # A step reads its arguments, writes its results, and writes and reads its temporaries.
         written = compiled.results - (
@@ -409,13 +430,11 @@ def sending(collectives: Sequence[Collective], chip: Chip, mesh: Mesh) -> float:
     return sum(each.sent * each.times / rate(each) for each in collectives)
 
 
-def _ticks(options: Options, model: AbstractModel, mesh: Mesh) -> float:
+def _ticks(options: Options, rows: Rows, model: AbstractModel, mesh: Mesh) -> float:
     """Returns the factor by which a step is longer because stages idle while the pipeline fills and drains."""
     if (stages := mesh.shape[STAGE]) == 1:
         return 1.0
-    microbatches = (
-        options.batch // options.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
-    )
+    microbatches = rows.count // options.microbatches // math.prod(mesh.shape[axis] for axis in BATCH if axis != STAGE)
     busy = microbatches * _rounds(model, stages)
     return (busy + stages - 1) / busy
 
@@ -425,10 +444,12 @@ def _rounds(model: AbstractModel, stages: int) -> int:
     return rounds_of(max(repeats for _, repeats in model.layers.runs if repeats % stages == 0) // stages)
 
 
-def held(kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, options: Options) -> float:
+def held(
+    kinds: Mapping[str, int], gradients: int, config: AbstractConfig, mesh: Mesh, options: Options, rows: Rows
+) -> float:
     """Estimates the bytes of a device during a step: arguments, gradients with weights' copies, and activations."""
-    rows = options.batch / options.microbatches
-    activations = 0.0 if options.decode else saved_bytes(config, mesh, rows=rows, seq=options.seq, remat=options.remat)
+    saved = functools.partial(saved_bytes, config, mesh, seq=rows.length, remat=options.remat)
+    activations = 0.0 if options.decode else saved(rows=rows.count / options.microbatches)
     return sum(kinds.values()) + gradients + activations
 
 
@@ -441,7 +462,7 @@ def suggestion(made: Plan, config: AbstractConfig) -> str:
         )
     missing, state = made.needed - made.available, sum(made.kinds.values())
     # Scales the compiler's figure by the ratio of our estimates, which leave out many short-lived arrays.
-    ours = lambda o: held(made.kinds, made.gradients, config, mesh, o)
+    ours = lambda o: held(made.kinds, made.gradients, config, mesh, o, made.rows)
     needs = lambda remat: made.needed * ours(dataclasses.replace(o, remat=remat)) / ours(o)
     fixed = state - made.kinds.get("cache", 0)
     fits = fixed < made.available  # then the batch is too large
@@ -487,13 +508,16 @@ def candidates(options: Options, config: AbstractConfig, chip: Chip, devices: li
                 continue
             other = dataclasses.replace(largest, batch=batch, microbatches=n, remat=remat)
             own = {kind: size * batch // largest.batch if kind in grows else size for kind, size in kinds.items()}
-            if (needed := held(own, gradients, config, mesh, other)) < 0.9 * chip.memory:
-                seconds = _seconds(other, own, program.kinds["parameters"], chip, mesh)
+            rows = program.rows.times(batch / largest.batch)
+            if (needed := held(own, gradients, config, mesh, other, rows)) < 0.9 * chip.memory:
+                seconds = _seconds(other, rows, own, program.kinds["parameters"], chip, mesh)
                 found.append((seconds / batch, needed, other))
     return [other for *_, other in sorted(found, key=lambda each: each[:2])]
 
 
-def _seconds(options: Options, kinds: Mapping[str, int], model: AbstractModel, chip: Chip, mesh: Mesh) -> float:
+def _seconds(
+    options: Options, rows: Rows, kinds: Mapping[str, int], model: AbstractModel, chip: Chip, mesh: Mesh
+) -> float:
     """Estimates the seconds of a step: the sum of computing, of reading and writing, and of sending.
 
     `kinds` has the bytes of a device before the step.
@@ -503,11 +527,12 @@ def _seconds(options: Options, kinds: Mapping[str, int], model: AbstractModel, c
     chosen = c.num_experts_per_tok if isinstance(c, AbstractMixtureConfig) else 0
     # Each result of a product is written and read once, and those of experts with the room that their buffers have.
     by_experts, room = experts * chosen / count / c.hidden_size, FIRST if size[EXPERT] > 1 else 1
-    results = products_per_token(c, options.seq).layers / c.hidden_size + by_experts * (room - 1)
-    moved = 2 * sum(kinds.values()) + 2 * 2 * passes * results * options.tokens / mesh.size
+    results = products_per_token(c, rows.length).layers / c.hidden_size + by_experts * (room - 1)
+    all_tokens = options.tokens(rows)
+    moved = 2 * sum(kinds.values()) + 2 * 2 * passes * results * all_tokens / mesh.size
     # Numbers sent for each token in each layer: partial sums of attention and MLP; a row to each expert and back; keys
     # and values.
-    tokens = 2 * passes * c.num_hidden_layers * options.tokens * size[TENSOR] / mesh.size
+    tokens = 2 * passes * c.num_hidden_layers * all_tokens * size[TENSOR] / mesh.size
     gathered = 2 * passes * options.microbatches / size[TENSOR] / size[STAGE]
     own = {REPLICA: dense / (size[FSDP] * size[EXPERT] * size[CONTEXT]), EXPERT: experts / size[EXPERT]}
     sent = {
@@ -518,14 +543,14 @@ def _seconds(options: Options, kinds: Mapping[str, int], model: AbstractModel, c
         (FSDP, CONTEXT): gathered * own[EXPERT],
     }
     if size[STAGE] > 1:  # features, to the next stage and back
-        sent[STAGE,] = 2 * 2 * _rounds(model, size[STAGE]) * options.tokens * c.hidden_size * size[STAGE] / mesh.size
+        sent[STAGE,] = 2 * 2 * _rounds(model, size[STAGE]) * all_tokens * c.hidden_size * size[STAGE] / mesh.size
     # Replicas sum gradients, by reduce-scatters, or with stages by all-reduces. Each gathers weights of the others.
     if not options.decode:
         numbers = (own[REPLICA] + own[EXPERT] / (size[FSDP] * size[CONTEXT])) / size[TENSOR] / size[STAGE]
         sent[REPLICA,] = (4 if size[STAGE] == 1 else 6) * numbers
     rate = lambda axes: (slowest_link if axes in ((EXPERT,), (STAGE,)) else ring_rate)(chip, _along(mesh, axes))
     sending = sum(number / rate(axes) for axes, number in sent.items() if math.prod(size[axis] for axis in axes) > 1)
-    computing = _bounds(options, model, chip, mesh, None)["compute"] / chip.products
+    computing = _bounds(options, rows, model, chip, mesh, None)["compute"] / chip.products
     return computing + moved / (chip.bandwidth * chip.streaming) + sending
 
 

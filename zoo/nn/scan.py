@@ -100,7 +100,9 @@ def scan_with_caches(
     whole, `Stacked`, which a kernel reads without a copy.
 
     For a few tokens of each row a GPU has no loop. A layer's number is a constant then, so that no kernel cuts weights
-    out of arrays. What is the same in all layers, such as rotary angles, is computed once.
+    out of arrays. What is the same in all layers, such as rotary angles, is computed once. A mesh that splits the
+    weights keeps the loop: each layer gathers its weights, beside which the starts of kernels take no time, and without
+    a loop XLA gathers those of many layers ahead, into memory of their own.
     """
     if any(map(is_apart, jax.tree.leaves(period, is_leaf=is_apart))):
         return _run_apart(period, repeats, x, caches, at, own_inputs, shared, after)
@@ -116,7 +118,8 @@ def scan_with_caches(
         return (x, caches), (reports, _once(handed_on, repeats))
 
     of_repeats = (np.arange(repeats, dtype=np.int32), scanned, _by_repeat(own_inputs, repeats))
-    no_loop = device().platform == "gpu" and x.shape[1] <= FEW
+    gathers = any(mesh.split(axis) > 1 for axis in mesh.PARAMETERS)
+    no_loop = device().platform == "gpu" and x.shape[1] <= FEW and not gathers
     (x, caches), (reports, handed_on) = jax.lax.scan(one, (x, caches), of_repeats, unroll=no_loop)
     return x, caches, reports, _of_one_repeat(handed_on)
 
