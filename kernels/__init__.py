@@ -25,6 +25,7 @@ from kernels.ragged_dot import ragged_dot, rounded_ragged_dot
 from kernels.sort_rows import sort_rows
 from kernels.stacked import Slots, Stacked
 from kernels.tokens import Tokens, counted
+from kernels.top_k import top_k
 
 
 __all__ = [
@@ -60,5 +61,6 @@ __all__ = [
     "sliding",
     "softmax",
     "sort_rows",
+    "top_k",
     "total",
 ]

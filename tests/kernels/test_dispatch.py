@@ -45,6 +45,7 @@ ASKED = {
     "quantized_matmul": ("xla reference", "triton xla reference", "tpu xla reference", ""),
     "ragged_dot": ("xla reference", "triton xla reference", "tpu xla reference", "invariant mosaic"),
     "sort_rows": ("reference", "triton reference", "reference", "invariant"),
+    "top_k": ("reference", "triton reference", "reference", "invariant"),
 }
 
 

@@ -1,0 +1,36 @@
+"""Defines `kernels.top_k` in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels.invariant import total
+from kernels.sums import largest, pick
+from kernels.top_k.shared import Best, Score, scores_of
+
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+RANK = 4
+
+
+def top_k(
+    logits: Float[Array, "*rows options"],
+    bias: Float[Array, " options"] | None,
+    *,
+    k: int,
+    score: Score | None,
+    groups: int,
+    kept: int,
+) -> Best:
+    """Computes `kernels.top_k`."""
+    scores = scores_of(logits, score)
+    if bias is None and groups == 1:
+        return Best(scores, *largest(scores, k))
+    ranked = scores if bias is None else scores + jnp.broadcast_to(bias, scores.shape)
+    if groups > 1:
+        by_group = ranked.reshape(*ranked.shape[:-1], groups, -1)
+        best = largest(total(largest(by_group, 2)[0])[..., 0], kept)[1]
+        is_kept = jnp.any(jax.nn.one_hot(best, groups, dtype=bool), axis=-2)
+        ranked = jnp.where(is_kept[..., None], by_group, -jnp.inf).reshape(ranked.shape)
+    indices = largest(ranked, k)[1]
+    return Best(scores, pick(scores, indices), indices)
