@@ -140,7 +140,7 @@ class MoE(eqx.Module):
             best = moe.top_k(jnp.max(by_group, axis=-1), c.topk_group)[1]  # the best groups
             kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
             scores = jnp.where(kept[..., None], by_group, 0).reshape(scores.shape)
-        _, chosen = moe.choose(scores, c.num_experts_per_tok)
+        chosen = moe.choose(scores, c.num_experts_per_tok).indices
         weights = (c.routed_scaling_factor * pick(probability, chosen)).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
         return y + self.shared_experts(x), moe.Routing.of(logits, probability, chosen, segments)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.sums import pick, scaled
+from kernels.sums import scaled
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
@@ -246,9 +246,7 @@ class MoE(eqx.Module):
         c, logits = self.config, self.gate(x)
         if cap := c.moe_router_logit_softcapping:
             logits = cap * jnp.tanh(logits / cap)
-        scores = jax.nn.sigmoid(logits)
-        chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=1, best=1)
-        weights = pick(scores, chosen)
+        scores, weights, chosen = self.gate.choose(logits, c.num_experts_per_tok, "sigmoid")
         weights = c.moe_routed_scaling_factor * weights / kernels.total(weights)
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)
         routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)

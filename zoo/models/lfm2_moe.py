@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, AbstractCache
@@ -178,8 +177,7 @@ class MoE(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
         scores = jax.nn.sigmoid(logits).astype(jnp.float32)
-        chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=1, best=1)
-        weights = pick(scores, chosen)
+        _, weights, chosen = self.gate.choose(scores, c.num_experts_per_tok)
         if c.norm_topk_prob:
             weights = weights / (kernels.total(weights) + 1e-6)
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)

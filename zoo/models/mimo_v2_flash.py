@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
@@ -188,9 +187,9 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
-        scores = jax.nn.sigmoid(logits)
-        chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=c.n_group, best=c.topk_group)
-        weights = pick(scores, chosen)
+        scores, weights, chosen = self.gate.choose(
+            logits, c.num_experts_per_tok, "sigmoid", groups=c.n_group, kept=c.topk_group
+        )
         if c.norm_topk_prob:
             weights = weights / (kernels.total(weights) + 1e-20)
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
