@@ -17,6 +17,7 @@ from kernels.cross_entropy import cross_entropy
 from kernels.decode_attention import decode_attention
 from kernels.delta_rule import delta_rule
 from kernels.dispatch import explain, prefer
+from kernels.head_products import head_products
 from kernels.invariant import mean, product, softmax, total
 from kernels.masks import Around, Causal, Chunk, Full, Mask, Spans, Window, sliding
 from kernels.products import products
@@ -51,6 +52,7 @@ __all__ = [
     "delta_rule",
     "explain",
     "fp8_matmul",
+    "head_products",
     "int8_matmul",
     "mean",
     "prefer",

@@ -106,8 +106,10 @@ class LatentAttention(AbstractScalableAttention, AbstractMixer):
     ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
         """Rotates queries and keys, and attends with these queries to these latents and to those in the cache."""
         c = self.config
-        heads = lambda y: jnp.split(y.reshape(*y.shape[:2], c.num_attention_heads, -1), [c.qk_nope_head_dim], axis=-1)
-        q_nope, q_pe = heads(q)
+        heads = lambda y: y.reshape(*y.shape[:2], c.num_attention_heads, -1)
+        after_nope = lambda y: jnp.split(y, [c.qk_nope_head_dim], axis=-1)
+        q = heads(q)
+        q_nope, q_pe = after_nope(q)
         c_kv, k_pe = jnp.split(latents, [c.kv_lora_rank], axis=-1)
         c_kv = self.kv_a_layernorm(c_kv)
         if self.rotary is not None:
@@ -121,15 +123,16 @@ class LatentAttention(AbstractScalableAttention, AbstractMixer):
         if cached is not None and (q.shape[1] <= kernels.FEW or invariant()):
             # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For few
             # tokens this is cheaper than projecting all cached latents, which now are keys and values of one head.
-            w = self.kv_b_proj.matrix(q.dtype).reshape(c.num_attention_heads, -1, c.kv_lora_rank)
-            w_k, w_v = jnp.split(w, [c.qk_nope_head_dim], axis=1)
-            q = jnp.concatenate([kernels.product("bshn,hnr->bshr", q_nope, w_k), q_pe], axis=-1)
+            plain = type(self.kv_b_proj) is Linear
+            w = self.kv_b_proj.weight if plain else self.kv_b_proj.matrix(q.dtype)
+            q_latent = kernels.head_products(q, w, 0, c.qk_nope_head_dim, to_latent=True)
+            q = jnp.concatenate([q_latent, q_pe], axis=-1)
             y = kernels.attention(q, cached, c.kv_lora_rank, at, k_at, scale=self.scale)
-            y = kernels.product("bshr,hvr->bshv", y, w_v)
+            y = kernels.head_products(y, w, c.qk_nope_head_dim, c.v_head_dim, to_latent=False)
         else:
             if cached is not None:
                 c_kv, k_pe = jnp.split(read(cached)[:, :, 0], [c.kv_lora_rank], axis=-1)
-            k_nope, v = heads(self.kv_b_proj(c_kv))
+            k_nope, v = after_nope(heads(self.kv_b_proj(c_kv)))
             k_pe = spread(k_pe[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
             q, k = jnp.concatenate([q_nope, q_pe], axis=-1), jnp.concatenate([k_nope, k_pe], axis=-1)
             y = kernels.attention(q, k, v, at, k_at, scale=self.scale)
