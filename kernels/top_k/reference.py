@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels.invariant import total
+from kernels.stacked import Stacked, read
 from kernels.sums import largest, pick
 from kernels.top_k.shared import Best, Score, scores_of
 
@@ -15,7 +16,7 @@ RANK = 4
 
 def top_k(
     logits: Float[Array, "*rows options"],
-    bias: Float[Array, " options"] | None,
+    bias: Float[Array, " options"] | Stacked | None,
     *,
     k: int,
     score: Score | None,
@@ -26,7 +27,7 @@ def top_k(
     scores = scores_of(logits, score)
     if bias is None and groups == 1:
         return Best(scores, *largest(scores, k))
-    ranked = scores if bias is None else scores + jnp.broadcast_to(bias, scores.shape)
+    ranked = scores if bias is None else scores + jnp.broadcast_to(read(bias), scores.shape)
     if groups > 1:
         by_group = ranked.reshape(*ranked.shape[:-1], groups, -1)
         best = largest(total(largest(by_group, 2)[0])[..., 0], kept)[1]

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.backends.device import elsewhere
 from kernels.backends.triton import Side, launch, load_block, store_block
+from kernels.stacked import Stacked
 from kernels.sums import pick
 from kernels.tiles import FEW
 from kernels.top_k.shared import Best, Score, scores_of
@@ -30,7 +31,7 @@ OF_MINUS_INFINITY = -0x7F800001  # its order
 
 def refusal(
     logits: Float[Array, "*rows options"],
-    bias: Float[Array, " options"] | None,
+    bias: Float[Array, " options"] | Stacked | None,
     *,
     k: int,
     score: Score | None,
@@ -51,7 +52,7 @@ def refusal(
 
 def top_k(
     logits: Float[Array, "*rows options"],
-    bias: Float[Array, " options"] | None,
+    bias: Float[Array, " options"] | Stacked | None,
     *,
     k: int,
     score: Score | None,
@@ -63,36 +64,36 @@ def top_k(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _top_k(logits: Array, bias: Array | None, k: int, score: Score | None, groups: int, kept: int) -> Best:
+def _top_k(logits: Array, bias: Array | Stacked | None, k: int, score: Score | None, groups: int, kept: int) -> Best:
     return _best(logits, bias, k, score, groups, kept)
 
 
-def _forward(logits: Array, bias: Array | None, *rule: Any) -> tuple[Best, tuple[Array, Array | None, Array]]:
+def _forward(logits: Array, bias: Array | Stacked | None, *rule: Any) -> tuple[Best, tuple[Array, Array]]:
     best = _top_k(logits, bias, *rule)
-    return best, (logits, bias, best.indices)
+    return best, (logits, best.indices)
 
 
 def _backward(k: int, score: Score | None, groups: int, kept: int, arrays: Any, gradient: Best) -> tuple[Any, Any]:
-    logits, bias, indices = arrays
+    logits, indices = arrays
 
     def chosen(logits: Array) -> tuple[Array, Array]:
         return (scores := scores_of(logits, score)), pick(scores, indices)
 
     (d_logits,) = jax.vjp(chosen, logits)[1]((gradient.scores, gradient.values))
-    return d_logits, None if bias is None else jnp.zeros_like(bias)
+    return d_logits, None  # which is a gradient of zeros
 
 
 _top_k.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))  # so that calls outside jit compile once, too
-def _best(logits: Array, bias: Array | None, k: int, score: Score | None, groups: int, kept: int) -> Best:
+def _best(logits: Array, bias: Array | Stacked | None, k: int, score: Score | None, groups: int, kept: int) -> Best:
     options, dtype = logits.shape[-1], logits.dtype if score is None else jnp.float32
     rows = logits.size // options
     scores, values, indices = launch(
         functools.partial(_kernel, score, kept),
         logits.reshape(rows, groups, -1),
-        None if bias is None else bias.reshape(groups, -1),
+        None if bias is None else _by_group(Stacked.of(bias), groups),
         name="top_k",
         grid=(rows,),
         results=(
@@ -108,6 +109,10 @@ def _best(logits: Array, bias: Array | None, k: int, score: Score | None, groups
     return Best(*map(of_rows, (scores, values, indices)))
 
 
+def _by_group(bias: Stacked, groups: int) -> Stacked:
+    return Stacked(bias.stack.reshape(len(bias.stack), groups, -1), bias.layer)
+
+
 def _kernel(
     score: Score | None, kept: int, logits_ref: Any, bias_ref: Any, scores_ref: Any, values_ref: Any, indices_ref: Any
 ) -> None:
@@ -120,7 +125,11 @@ def _kernel(
     logits = load_block(logits_ref, *sides, row).astype(jnp.float32)
     scores = jnp.where(own, _scores_of(jnp.where(own, logits, -jnp.inf), score), 0)
     store_block(scores_ref, scores, *sides, row)
-    ranked = scores if bias_ref is None else scores + load_block(bias_ref, *sides).astype(jnp.float32)
+    ranked = (
+        scores
+        if bias_ref is None
+        else scores + load_block(bias_ref.stack, *sides, bias_ref.layer[...]).astype(jnp.float32)
+    )
     order = jnp.where(own, _order(ranked), LEAST)
     if groups > 1:
         order = jnp.where(own & ~_is_kept(order, option, kept)[:, None], OF_MINUS_INFINITY, order)

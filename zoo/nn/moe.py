@@ -120,7 +120,7 @@ def choose(
     k: int,
     score: Score | None = None,
     *,
-    bias: Float[Array, " experts"] | None = None,
+    bias: Float[Array, " experts"] | Stacked | None = None,
     groups: int = 1,
     kept: int = 1,
 ) -> Best:
@@ -132,7 +132,7 @@ def choose(
         scores = scores_of(logits, score)
         return Best(scores, pick(scores, given), given)
 
-    def local(logits: Array, bias: Array | None) -> Best:
+    def local(logits: Array, bias: Array | Stacked | None) -> Best:
         return kernels.top_k(logits, k, score=score, bias=bias, groups=groups, kept=kept)
 
     if not (axes := mesh.free()):

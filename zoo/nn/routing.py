@@ -5,7 +5,7 @@ A router is no `Linear`, so that LoRA and quantization leave it alone.
 
 import abc
 import itertools
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -20,7 +20,7 @@ from kernels.backends.device import device
 from kernels.top_k.shared import Best, Score
 from zoo.nn.block import AbstractBlock, AbstractSharingBlock, Report, Shared
 from zoo.nn.cache import AbstractCache
-from zoo.nn.layers import FEW_ROWS, AbstractExpertLinear, Float32, recomputed
+from zoo.nn.layers import FEW_ROWS, AbstractExpertLinear, AbstractReadInPlace, Float32, recomputed
 from zoo.nn.model import AbstractModel
 from zoo.nn.moe import Routing, choose, given_experts
 from zoo.nn.stack import Reports, Stack
@@ -55,7 +55,7 @@ class Float32Router(eqx.Module):
         return _in_float32(x, self.weight)
 
 
-class AbstractBiasedRouter(eqx.Module):
+class AbstractBiasedRouter(AbstractReadInPlace):
     """Logits of the experts, and a bias of each expert, which evens out their load without a loss.
 
     The bias is added to the scores by which experts are chosen, but not to their weights (DeepSeek V3,
@@ -63,6 +63,7 @@ class AbstractBiasedRouter(eqx.Module):
     """
 
     e_score_correction_bias: eqx.AbstractVar[Float32]
+    in_place: ClassVar[tuple[str, ...]] = ("e_score_correction_bias",)
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]: ...
