@@ -23,8 +23,8 @@ def top_k(
         logits: of the options.
         k: the number of options to find.
         score: "softmax" or "sigmoid" of the logits, in float32; None: the logits themselves.
-        bias: is added to the scores by which options are found, but not to those that are returned. It has no gradient. A
-            layer of a stack (`kernels.stacked.Stacked`) is not copied by "triton".
+        bias: is added to the scores by which options are found, but not to those that are returned. It has no gradient.
+            A layer of a stack (`kernels.stacked.Stacked`) is not copied by "triton".
         groups: the number of groups of neighbouring options, all of one size.
         kept: the number of groups in which options are found: those whose two highest scores have the largest sum.
         implementation: is one of

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import kernels
+from kernels import Stacked
 
 
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all of this file's time
 RANDOM = np.random.default_rng(0)
 NEVER = np.where(RANDOM.random((5, 24)) < 0.7, -np.inf, RANDOM.normal(size=(5, 24)))  # rows of few finite logits
 # Logits, k, and the rest of a rule; True: with a bias.
@@ -21,49 +23,64 @@ CASES = {
     "minus infinity in groups": (NEVER, 8, dict(groups=4, kept=2), False),
     "NaN and zeros of both signs": (np.array([[0, -0.0, np.nan, 0, -np.inf, np.inf, -0.0]]), 6, {}, False),
     "all of few": (RANDOM.normal(size=(1, 3)), 3, dict(score="sigmoid"), True),
-    "one of one": (np.ones((2, 1)), 1, {}, False),
 }
 
 
+def first(ranked, k):
+    """Returns the indices of the k largest of each row, as `jax.lax.top_k`: -0 is less than 0, and NaN is largest."""
+    bits = ranked.astype(np.float32).view(np.int32)
+    order = np.where(bits < 0, bits ^ np.int32(2**31 - 1), bits).astype(np.int64)
+    return np.argsort(-order, axis=-1, kind="stable")[..., :k]
+
+
 def expected(ranked, k, groups=1, kept=1):
-    """Finds the k best by whole sorts, among the options of the best groups."""
+    """Returns the k best of each row, among the options of the best groups."""
     by_group = ranked.reshape(len(ranked), groups, -1)
-    best = jax.lax.top_k(jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1), kept)[1] if groups > 1 else [[0]]
-    is_kept = np.any(np.asarray(best)[:, :, None] == np.arange(groups), axis=1)
-    return jax.lax.top_k(jnp.where(is_kept[..., None], by_group, -jnp.inf).reshape(ranked.shape), k)[1]
+    if groups > 1:
+        totals = np.take_along_axis(by_group, first(by_group, 2), axis=-1).sum(axis=-1)
+        is_kept = np.any(first(totals, kept)[:, :, None] == np.arange(groups), axis=1)
+        by_group = np.where(is_kept[..., None], by_group, -np.inf)
+    return first(by_group.reshape(ranked.shape), k)
+
+
+def formula(logits, score):
+    """Returns scores, and the function that maps their gradient to that of the logits."""
+    if score == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+        return scores, lambda d: d * scores * (1 - scores)
+    if score == "softmax":
+        scores = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+        return scores, lambda d: scores * (d - (d * scores).sum(axis=-1, keepdims=True))
+    return logits, lambda d: d
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_top_k(case, implementation):
     logits, k, rule, biased = CASES[case]
-    logits = jnp.asarray(logits, None if logits.dtype == jnp.bfloat16 else jnp.float32)
-    bias = jnp.asarray(np.random.default_rng(1).normal(size=logits.shape[1]).round(), jnp.float32) if biased else None
-    score = rule.get("score")
-    formula = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, None: lambda logits: logits}[score]
-    d_scores, d_values = (jnp.asarray(RANDOM.normal(size=(len(logits), n)), logits.dtype) for n in (logits.shape[1], k))
+    logits = logits if logits.dtype == jnp.bfloat16 else logits.astype(np.float32)
+    score, groups = rule.get("score"), {name: n for name, n in rule.items() if name != "score"}
+    bias = RANDOM.normal(size=logits.shape[1]).round().astype(np.float32) if biased else None
+    d_scores, d_values = (RANDOM.normal(size=(len(logits), n)).astype(logits.dtype) for n in (logits.shape[1], k))
 
     @jax.jit
-    def run(logits, d_scores, d_values):
-        find = lambda x: kernels.top_k(x[:, None], k, bias=bias, implementation=implementation, **rule)
+    def run(logits, bias, d_scores, d_values):
+        of_layer = None if bias is None else Stacked(bias, jnp.int32(1))
+        find = lambda x: kernels.top_k(x[:, None], k, bias=of_layer, implementation=implementation, **rule)
         _, pull, found = jax.vjp(lambda x: ((found := find(x))[:2], found), logits, has_aux=True)
         return found, pull((d_scores[:, None], d_values[:, None]))[0]
 
-    @jax.jit
-    def plainly(logits, indices, d_scores, d_values):
-        choose = lambda x: ((scores := formula(x)), jnp.take_along_axis(scores, indices, axis=-1))
-        (scores, _), pull = jax.vjp(choose, logits)
-        return scores, pull((d_scores, d_values))[0]
-
-    found, gradient = run(logits, d_scores, d_values)
-    scores = found.scores[:, 0]
-    ranked = scores if bias is None else scores + bias[None]
-    indices = expected(ranked, k, **{name: n for name, n in rule.items() if name != "score"})
-    np.testing.assert_array_equal(found.indices[:, 0], indices)
-    np.testing.assert_array_equal(found.values[:, 0], jnp.take_along_axis(scores, indices, axis=-1))
-    want, want_gradient = plainly(logits, indices, d_scores, d_values)
-    np.testing.assert_allclose(scores.astype(jnp.float32), want.astype(jnp.float32), rtol=1e-6)
-    np.testing.assert_allclose(gradient.astype(jnp.float32), want_gradient.astype(jnp.float32), rtol=1e-5, atol=1e-6)
+    given = logits, None if bias is None else np.stack([-bias, bias]), d_scores, d_values
+    found, gradient = jax.device_get(run.lower(*given).compile(QUICK)(*given))
+    scores, values, indices = (a[:, 0] for a in found)
+    np.testing.assert_array_equal(indices, expected(scores if bias is None else scores + bias, k, **groups))
+    np.testing.assert_array_equal(values, np.take_along_axis(scores, indices, axis=-1))
+    want, pull = formula(logits.astype(np.float64), score)
+    np.testing.assert_allclose(scores.astype(np.float64), want, rtol=1e-6)
+    total = d_scores.astype(np.float64)
+    np.put_along_axis(total, indices, np.take_along_axis(total, indices, axis=-1) + d_values, axis=-1)
+    tolerance = dict(rtol=2**-8) if logits.dtype == jnp.bfloat16 else dict(rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient.astype(np.float64), pull(total), **tolerance)
 
 
 def test_what_cannot_be_found():
