@@ -15,6 +15,7 @@ def top_k(
     bias: Float[Array, " options"] | Stacked | None = None,
     groups: int = 1,
     kept: int = 1,
+    normalise: float | None = None,
     implementation: str | None = None,
 ) -> Best:
     """Finds the k options with the highest scores in each row, in the order of `jax.lax.top_k`, ties included.
@@ -27,6 +28,7 @@ def top_k(
             A layer of a stack (`kernels.stacked.Stacked`) is not copied by "triton".
         groups: the number of groups of neighbouring options, all of one size.
         kept: the number of groups in which options are found: those whose two highest scores have the largest sum.
+        normalise: is added to the sum of the scores found, by which these are divided; None: they are not divided.
         implementation: is one of
 
             - "reference": plain JAX.
@@ -43,4 +45,5 @@ def top_k(
     each, rest = divmod(logits.shape[-1], groups)
     if rest or (groups > 1 and each < 2) or not 0 < kept <= groups or not 0 < k <= kept * each:
         raise ValueError(f"{k} of {logits.shape[-1]} options cannot be found in {kept} of {groups} groups.")
-    return dispatch.run("top_k", implementation, logits, bias, k=k, score=score, groups=groups, kept=kept)
+    rule = dict(k=k, score=score, groups=groups, kept=kept, normalise=normalise)
+    return dispatch.run("top_k", implementation, logits, bias, **rule)

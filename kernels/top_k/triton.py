@@ -14,11 +14,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kernels.backends.device import elsewhere
-from kernels.backends.triton import Side, launch, load_block, store_block
+from kernels.backends.triton import Side, launch, load_block, store, store_block
 from kernels.stacked import Stacked
-from kernels.sums import pick
 from kernels.tiles import FEW
-from kernels.top_k.shared import Best, Score, scores_of
+from kernels.top_k.shared import Best, Score, best, scores_of
 
 
 PLATFORMS = ("gpu",)
@@ -37,6 +36,7 @@ def refusal(
     score: Score | None,
     groups: int,
     kept: int,
+    normalise: float | None,
 ) -> str | None:
     """Returns why this implementation cannot take these arguments of `top_k`, or None if it can."""
     if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -58,40 +58,45 @@ def top_k(
     score: Score | None,
     groups: int,
     kept: int,
+    normalise: float | None,
 ) -> Best:
     """Computes `kernels.top_k`."""
-    return _top_k(logits, bias, k, score, groups, kept)
+    return _top_k(logits, bias, k, score, groups, kept, normalise)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _top_k(logits: Array, bias: Array | Stacked | None, k: int, score: Score | None, groups: int, kept: int) -> Best:
-    return _best(logits, bias, k, score, groups, kept)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
+def _top_k(logits: Array, bias: Array | Stacked | None, *rule: Any) -> Best:
+    return _best(logits, bias, *rule)
 
 
 def _forward(logits: Array, bias: Array | Stacked | None, *rule: Any) -> tuple[Best, tuple[Array, Array]]:
-    best = _top_k(logits, bias, *rule)
-    return best, (logits, best.indices)
+    found = _top_k(logits, bias, *rule)
+    return found, (logits, found.indices)
 
 
-def _backward(k: int, score: Score | None, groups: int, kept: int, arrays: Any, gradient: Best) -> tuple[Any, Any]:
-    logits, indices = arrays
-
-    def chosen(logits: Array) -> tuple[Array, Array]:
-        return (scores := scores_of(logits, score)), pick(scores, indices)
-
-    (d_logits,) = jax.vjp(chosen, logits)[1]((gradient.scores, gradient.values))
-    return d_logits, None  # which is a gradient of zeros
+def _backward(*given: Any) -> Any:
+    _, score, _, _, normalise, (logits, indices), gradient = given
+    formula = lambda logits: best(scores_of(logits, score), indices, normalise)[:2]
+    return *jax.vjp(formula, logits)[1](gradient[:2]), None  # None: zeros
 
 
 _top_k.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))  # so that calls outside jit compile once, too
-def _best(logits: Array, bias: Array | Stacked | None, k: int, score: Score | None, groups: int, kept: int) -> Best:
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))  # so that calls outside jit compile once, too
+def _best(
+    logits: Array,
+    bias: Array | Stacked | None,
+    k: int,
+    score: Score | None,
+    groups: int,
+    kept: int,
+    normalise: float | None,
+) -> Best:
     options, dtype = logits.shape[-1], logits.dtype if score is None else jnp.float32
     rows = logits.size // options
     scores, values, indices = launch(
-        functools.partial(_kernel, score, kept),
+        functools.partial(_kernel, score, kept, normalise),
         logits.reshape(rows, groups, -1),
         None if bias is None else _by_group(Stacked.of(bias), groups),
         name="top_k",
@@ -114,36 +119,48 @@ def _by_group(bias: Stacked, groups: int) -> Stacked:
 
 
 def _kernel(
-    score: Score | None, kept: int, logits_ref: Any, bias_ref: Any, scores_ref: Any, values_ref: Any, indices_ref: Any
+    score: Score | None,
+    kept: int,
+    normalise: float | None,
+    logits_ref: Any,
+    bias_ref: Stacked | None,
+    scores_ref: Any,
+    values_ref: Any,
+    indices_ref: Any,
 ) -> None:
     (_, groups, each), row = logits_ref.shape, pl.program_id(0)
     shape = _padded(groups), _padded(each)
     group, option = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-    sides = [Side.of(jnp.int32(0), *sizes) for sizes in zip(shape, (groups, each), strict=True)]
+    all_groups, options = Side.of(jnp.int32(0), shape[0], groups), Side.of(jnp.int32(0), shape[1], each)
     own = (group < groups) & (option < each)
 
-    logits = load_block(logits_ref, *sides, row).astype(jnp.float32)
+    logits = load_block(logits_ref, all_groups, options, row).astype(jnp.float32)
     scores = jnp.where(own, _scores_of(jnp.where(own, logits, -jnp.inf), score), 0)
-    store_block(scores_ref, scores, *sides, row)
+    store_block(scores_ref, scores, all_groups, options, row)
     ranked = (
         scores
         if bias_ref is None
-        else scores + load_block(bias_ref.stack, *sides, bias_ref.layer[...]).astype(jnp.float32)
+        else scores + load_block(bias_ref.stack, all_groups, options, bias_ref.layer[...]).astype(jnp.float32)
     )
     order = jnp.where(own, _order(ranked), LEAST)
     if groups > 1:
         order = jnp.where(own & ~_is_kept(order, option, kept)[:, None], OF_MINUS_INFINITY, order)
 
-    number = group * each + option
+    number, k = group * each + option, values_ref.shape[1]
+    place = jnp.arange(_padded(k), dtype=jnp.int32)
 
-    def find(n: Array, order: Array) -> Array:
-        best = jnp.min(jnp.where(order == jnp.max(order), number, groups * each))
-        here = own & (number == best)
-        values_ref[row, n] = jnp.sum(jnp.where(here, scores, 0)).astype(values_ref.dtype)
-        indices_ref[row, n] = best
-        return jnp.where(here, LEAST, order)
+    def find(n: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        order, values = found
+        index = jnp.min(jnp.where(order == jnp.max(order), number, groups * each))
+        here = own & (number == index)
+        indices_ref[row, n] = index
+        return jnp.where(here, LEAST, order), jnp.where(place == n, jnp.sum(jnp.where(here, scores, 0)), values)
 
-    lax.fori_loop(0, values_ref.shape[1], find, order)
+    _, values = lax.fori_loop(0, k, find, (order, jnp.zeros(len(place), jnp.float32)))
+    if normalise is not None:
+        values /= jnp.sum(values) + normalise
+    places = Side.of(jnp.int32(0), len(place), k)
+    store(values_ref.at[row, places.indices], values.astype(values_ref.dtype), places.own)
 
 
 def _scores_of(logits: Float[Array, "groups options"], score: Score | None) -> Float[Array, "groups options"]:

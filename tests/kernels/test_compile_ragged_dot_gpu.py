@@ -34,9 +34,9 @@ def sorted_rows(product, choices=8):
     return Case(sort, given, (), temporary=1 << 10)
 
 
-def best(options, k, dtype=jnp.float32, *, bias=False, score=None, groups=1, kept=1):
+def best(options, k, dtype=jnp.float32, *, bias=False, score=None, groups=1, kept=1, normalise=1e-20):
     """Returns a case of a router's choice for 8 tokens."""
-    find = functools.partial(top_k.top_k, k=k, score=score, groups=groups, kept=kept)
+    find = functools.partial(top_k.top_k, k=k, score=score, groups=groups, kept=kept, normalise=normalise)
     logits, of_options = jax.ShapeDtypeStruct((8, 1, options), dtype), jax.ShapeDtypeStruct((options,), jnp.float32)
     return Case(find, (logits, of_options if bias else None), (), temporary=1 << 10)
 

@@ -12,11 +12,12 @@ from kernels import Stacked
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all of this file's time
 RANDOM = np.random.default_rng(0)
 NEVER = np.where(RANDOM.random((5, 24)) < 0.7, -np.inf, RANDOM.normal(size=(5, 24)))  # rows of few finite logits
+GROUPED: dict = dict(groups=8, kept=4)
 # Logits, k, and the rest of a rule; True: with a bias.
 CASES = {
-    "128 options, softmax": (RANDOM.normal(size=(3, 128)), 8, dict(score="softmax"), False),
+    "128 options, softmax": (RANDOM.normal(size=(3, 128)), 8, dict(score="softmax", normalise=0.0), False),
     "32 options of 16 bits, ties": (RANDOM.integers(-2, 2, (4, 32)).astype(jnp.bfloat16), 4, {}, False),
-    "256 options in 8 groups": (RANDOM.normal(size=(2, 256)), 8, dict(score="sigmoid", groups=8, kept=4), True),
+    "256 options in 8 groups": (RANDOM.normal(size=(2, 256)), 8, GROUPED | dict(score="sigmoid", normalise=0.5), True),
     "ties within and between groups": (RANDOM.integers(-1, 1, (6, 24)), 5, dict(groups=6, kept=3), True),
     "groups that are no power of 2": (RANDOM.normal(size=(3, 21)), 4, dict(groups=3, kept=1), True),
     "minus infinity": (NEVER, 12, {}, False),
@@ -59,7 +60,7 @@ def formula(logits, score):
 def test_equals_top_k(case, implementation):
     logits, k, rule, biased = CASES[case]
     logits = logits if logits.dtype == jnp.bfloat16 else logits.astype(np.float32)
-    score, groups = rule.get("score"), {name: n for name, n in rule.items() if name != "score"}
+    plus, groups = rule.get("normalise"), {name: rule[name] for name in ("groups", "kept") if name in rule}
     bias = RANDOM.normal(size=logits.shape[1]).round().astype(np.float32) if biased else None
     d_scores, d_values = (RANDOM.normal(size=(len(logits), n)).astype(logits.dtype) for n in (logits.shape[1], k))
 
@@ -74,8 +75,14 @@ def test_equals_top_k(case, implementation):
     found, gradient = jax.device_get(run.lower(*given).compile(QUICK)(*given))
     scores, values, indices = (a[:, 0] for a in found)
     np.testing.assert_array_equal(indices, expected(scores if bias is None else scores + bias, k, **groups))
-    np.testing.assert_array_equal(values, np.take_along_axis(scores, indices, axis=-1))
-    want, pull = formula(logits.astype(np.float64), score)
+    best = np.take_along_axis(scores, indices, axis=-1)
+    if plus is None:
+        np.testing.assert_array_equal(values, best)
+    else:
+        total = best.sum(axis=-1, keepdims=True) + plus
+        np.testing.assert_allclose(values, best / total, rtol=1e-6)
+        d_values = (d_values - (d_values * values).sum(axis=-1, keepdims=True)) / total
+    want, pull = formula(logits.astype(np.float64), rule.get("score"))
     np.testing.assert_allclose(scores.astype(np.float64), want, rtol=1e-6)
     total = d_scores.astype(np.float64)
     np.put_along_axis(total, indices, np.take_along_axis(total, indices, axis=-1) + d_values, axis=-1)

@@ -29,6 +29,7 @@ from zoo.nn.layers import (
     ExpertLinear,
     Linear,
     RMSNorm,
+    project,
     swiglu,
 )
 from zoo.nn.mla import AbstractLatentConfig, LatentAttention
@@ -113,7 +114,9 @@ class MLP(eqx.Module):
         self.down_proj = linear(width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x, *sizes), self.up_proj(x, *sizes)), *sizes)
+        linears: Any = self.gate_proj, self.up_proj
+        gate, up = [linear(x, *sizes) for linear in linears] if sizes else project(x, *linears)
+        return self.down_proj(swiglu(gate, up), *sizes)
 
 
 class MoE(eqx.Module):

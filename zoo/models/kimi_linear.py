@@ -271,11 +271,15 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
+        normalise = 1e-20 if c.moe_renormalize else None  # so that the weights add up to 1
         scores, weights, chosen = self.gate.choose(
-            logits, c.num_experts_per_token, "sigmoid", groups=c.num_expert_group, kept=c.topk_group
+            logits,
+            c.num_experts_per_token,
+            "sigmoid",
+            groups=c.num_expert_group,
+            kept=c.topk_group,
+            normalise=normalise,
         )
-        if c.moe_renormalize:
-            weights = weights / (kernels.total(weights) + 1e-20)
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.w2)
         routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)

@@ -141,9 +141,8 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.gate(x)
-        scores, weights, chosen = self.gate.choose(logits, self.top_k, "sigmoid")
-        weights = (weights / kernels.total(weights)).astype(x.dtype)
-        y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.w2)
+        scores, weights, chosen = self.gate.choose(logits, self.top_k, "sigmoid", normalise=0.0)
+        y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.w2)
         return y, moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
 
 

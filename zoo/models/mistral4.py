@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-import kernels
 from kernels import Tokens
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
@@ -107,11 +106,10 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
+        normalise = 1e-20 if c.norm_topk_prob else None  # so that the weights add up to 1
         scores, weights, chosen = moe.choose(
-            logits, c.num_experts_per_tok, "softmax", groups=c.n_group, kept=c.topk_group
+            logits, c.num_experts_per_tok, "softmax", groups=c.n_group, kept=c.topk_group, normalise=normalise
         )
-        if c.norm_topk_prob:
-            weights = weights / (kernels.total(weights) + 1e-20)
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
         return y + self.shared_experts(x), moe.Routing.of(logits, scores, chosen, segments)

@@ -142,8 +142,7 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.gate(x)
-        probability, weights, chosen = moe.choose(logits, self.top_k, "softmax")
-        weights = weights / kernels.total(weights)
+        probability, weights, chosen = moe.choose(logits, self.top_k, "softmax", normalise=0.0)
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.w2)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 

@@ -233,11 +233,10 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
+        normalise = 1e-20 if c.norm_topk_prob else None  # so that the weights add up to 1
         scores, weights, chosen = self.gate.choose(
-            logits, c.num_experts_per_tok, "sigmoid", groups=c.n_group, kept=c.topk_group
+            logits, c.num_experts_per_tok, "sigmoid", groups=c.n_group, kept=c.topk_group, normalise=normalise
         )
-        if c.norm_topk_prob:
-            weights = weights / (kernels.total(weights) + 1e-20)
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
         y = moe.dispatch(self.experts, y, chosen, weights, lambda experts: experts.down_proj)

@@ -187,9 +187,9 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.gate(x)
-        probability, weights, chosen = moe.choose(logits, self.top_k, "softmax")
-        if self.rescale:
-            weights = weights / kernels.total(weights)
+        probability, weights, chosen = moe.choose(
+            logits, self.top_k, "softmax", normalise=0.0 if self.rescale else None
+        )
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 

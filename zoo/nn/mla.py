@@ -123,8 +123,7 @@ class LatentAttention(AbstractScalableAttention, AbstractMixer):
         if cached is not None and (q.shape[1] <= kernels.FEW or invariant()):
             # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For few
             # tokens this is cheaper than projecting all cached latents, which now are keys and values of one head.
-            plain = type(self.kv_b_proj) is Linear
-            w = self.kv_b_proj.weight if plain else self.kv_b_proj.matrix(q.dtype)
+            w = self.kv_b_proj.weight if type(self.kv_b_proj) is Linear else self.kv_b_proj.matrix(q.dtype)
             q_latent = kernels.head_products(q, w, 0, c.qk_nope_head_dim, to_latent=True)
             q = jnp.concatenate([q_latent, q_pe], axis=-1)
             y = kernels.attention(q, cached, c.kv_lora_rank, at, k_at, scale=self.scale)

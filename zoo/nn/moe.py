@@ -19,8 +19,8 @@ import kernels
 from kernels import mesh
 from kernels.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR
 from kernels.stacked import Stacked, read
-from kernels.sums import largest, permuted, pick, scaled
-from kernels.top_k.shared import Best, Score, scores_of
+from kernels.sums import largest, permuted, scaled
+from kernels.top_k.shared import Best, Score, best, scores_of
 from zoo.nn.layers import AbstractExpertLinear, ExpertLinear, swiglu
 
 
@@ -123,23 +123,24 @@ def choose(
     bias: Float[Array, " experts"] | Stacked | None = None,
     groups: int = 1,
     kept: int = 1,
+    normalise: float | None = None,
 ) -> Best:
     """Returns all experts' scores, each token's k experts with the highest ones after theirs; or the experts given.
 
     See `kernels.top_k` and `given_experts`. Each device chooses for its own tokens, as in `top_k`.
     """
     if (given := _given.get()) is not None:
-        scores = scores_of(logits, score)
-        return Best(scores, pick(scores, given), given)
+        return best(scores_of(logits, score), given, normalise)
 
     def local(logits: Array, bias: Array | Stacked | None) -> Best:
-        return kernels.top_k(logits, k, score=score, bias=bias, groups=groups, kept=kept)
+        rule = dict(score=score, groups=groups, kept=kept, normalise=normalise)
+        return kernels.top_k(logits, k, bias=bias, **rule)
 
     if not (axes := mesh.free()):
         return local(logits, bias)
     tokens = mesh.tokens_spec(logits.shape)
-    specs = dict(in_specs=(tokens, P()), out_specs=tokens)
-    return jax.shard_map(local, axis_names=set(axes), check_vma=False, **specs)(logits, bias)
+    specs = (tokens, P())
+    return jax.shard_map(local, axis_names=set(axes), in_specs=specs, out_specs=tokens, check_vma=False)(logits, bias)
 
 
 def split_gate_up(y: Float[Array, "rows both"]) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:

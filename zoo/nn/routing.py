@@ -76,6 +76,7 @@ class AbstractBiasedRouter(AbstractReadInPlace):
         *,
         groups: int = 1,
         kept: int = 1,
+        normalise: float | None = None,
     ) -> Best:
         """Chooses the experts with the highest biased scores among those of the best groups.
 
@@ -83,7 +84,8 @@ class AbstractBiasedRouter(AbstractReadInPlace):
         the largest sum. Returns the scores of all experts, those of the chosen ones, and which these are. Scores are
         those of `kernels.top_k`, without the bias.
         """
-        return choose(logits, choices, score, bias=self.e_score_correction_bias.value, groups=groups, kept=kept)
+        rule = dict(groups=groups, kept=kept, normalise=normalise)
+        return choose(logits, choices, score, bias=self.e_score_correction_bias.value, **rule)
 
 
 class BiasedRouter(AbstractBiasedRouter):
