@@ -45,5 +45,6 @@ def top_k(
     each, rest = divmod(logits.shape[-1], groups)
     if rest or (groups > 1 and each < 2) or not 0 < kept <= groups or not 0 < k <= kept * each:
         raise ValueError(f"{k} of {logits.shape[-1]} options cannot be found in {kept} of {groups} groups.")
-    rule = dict(k=k, score=score, groups=groups, kept=kept, normalise=normalise)
-    return dispatch.run("top_k", implementation, logits, bias, **rule)
+    return dispatch.run(
+        "top_k", implementation, logits, bias, k=k, score=score, groups=groups, kept=kept, normalise=normalise
+    )

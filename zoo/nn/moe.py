@@ -133,8 +133,7 @@ def choose(
         return best(scores_of(logits, score), given, normalise)
 
     def local(logits: Array, bias: Array | Stacked | None) -> Best:
-        rule = dict(score=score, groups=groups, kept=kept, normalise=normalise)
-        return kernels.top_k(logits, k, bias=bias, **rule)
+        return kernels.top_k(logits, k, score=score, bias=bias, groups=groups, kept=kept, normalise=normalise)
 
     if not (axes := mesh.free()):
         return local(logits, bias)

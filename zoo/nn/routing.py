@@ -82,10 +82,10 @@ class AbstractBiasedRouter(AbstractReadInPlace):
 
         The experts are divided into `groups` groups, of which some are kept: those whose two highest biased scores have
         the largest sum. Returns the scores of all experts, those of the chosen ones, and which these are. Scores are
-        those of `kernels.top_k`, without the bias.
+        those of `kernels.top_k`, without the bias; `normalise` divides those of the chosen experts by their sum.
         """
-        rule = dict(groups=groups, kept=kept, normalise=normalise)
-        return choose(logits, choices, score, bias=self.e_score_correction_bias.value, **rule)
+        bias = self.e_score_correction_bias.value
+        return choose(logits, choices, score, bias=bias, groups=groups, kept=kept, normalise=normalise)
 
 
 class BiasedRouter(AbstractBiasedRouter):
