@@ -17,6 +17,7 @@ from kernels.cross_entropy import cross_entropy
 from kernels.decode_attention import decode_attention
 from kernels.delta_rule import delta_rule
 from kernels.dispatch import explain, prefer
+from kernels.head_products import head_products
 from kernels.invariant import mean, product, softmax, total
 from kernels.masks import Around, Causal, Chunk, Full, Mask, Spans, Window, sliding
 from kernels.products import products
@@ -25,6 +26,7 @@ from kernels.ragged_dot import ragged_dot, rounded_ragged_dot
 from kernels.sort_rows import sort_rows
 from kernels.stacked import Slots, Stacked
 from kernels.tokens import Tokens, counted
+from kernels.top_k import top_k
 
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "delta_rule",
     "explain",
     "fp8_matmul",
+    "head_products",
     "int8_matmul",
     "mean",
     "prefer",
@@ -60,5 +63,6 @@ __all__ = [
     "sliding",
     "softmax",
     "sort_rows",
+    "top_k",
     "total",
 ]

@@ -54,6 +54,19 @@ def together(rows, ins, *outs, card="h200", temporary=0):
     return Case(function, (array(rows, ins), [array(3, out, ins) for out in outs]), (), temporary, card)
 
 
+def by_head(heads, nope, v, features, *, to_latent, rows=8, latent=512, card="h200"):
+    """Returns a case of latent attention's products by head, with the second layer's matrix of a stack of three."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    part = (0, nope) if to_latent else (nope, v)
+
+    def function(x, stack):
+        matrix = Stacked(stack, jnp.array(1))
+        return kernels.head_products(x, matrix, *part, to_latent=to_latent, implementation="triton")
+
+    x = array(rows, 1, heads, features if to_latent else latent)
+    return Case(function, (x, array(3, heads * (nope + v), latent)), (), 1_000, card)
+
+
 def written(*shape, rows=8, heads=8, dim=128):
     """Returns a case of one token's keys and values of each row, written into caches of three layers."""
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
@@ -94,6 +107,10 @@ CASES = {
     "together, edges": together(1, 2880, 4096, 520, 40),
     "together, gate and up, an A100": together(16, 4096, 12288, 12288, card="a100"),
     "together, gate and up, an RTX 4090": together(16, 4096, 12288, 12288, card="4090"),
+    "by head, to latents, DeepSeek V3": by_head(128, 128, 128, 192, to_latent=True),
+    "by head, from latents, DeepSeek V3": by_head(128, 128, 128, 192, to_latent=False, rows=16),
+    "by head, to latents, GLM-4.7-Flash": by_head(20, 192, 256, 256, to_latent=True),
+    "by head, from latents, an RTX 4090": by_head(20, 192, 256, 256, to_latent=False, card="4090"),
     "keys and values written": written(8, 8192),
 }
 

@@ -57,17 +57,17 @@ TURNED = ",90]"
 
 # Arrays that may be as large as a matrix. XLA makes them, not our kernels.
 # - MLA's decode multiplies by the two halves of kv_b_proj, which are stored head by head. At batch 1 XLA writes out the
-#   products with one half before it sums them. That is 67 MB a layer, where the experts of eight choices have 790 MB.
-MADE = {"deepseek-v2-lite": "[16,512,128]", "deepseek-v3": "[128,512,128]"}
+#   products with one half before it sums them, on a TPU. (On a GPU `kernels.head_products` reads them.)
+MADE = {"deepseek-v2-lite": "[16,512,128]"}
 
 # The most kernels of a layer, of a step with 8 rows: the mean of the layers that the second number has more.
 KERNELS = {
     ("llama3.1-8b", 2, 4): 12,
     ("qwen3-8b", 2, 4): 12,
     ("gemma3-12b", 6, 12): 14,
-    ("qwen3-30b-a3b", 2, 4): 20,
-    ("gpt-oss-20b", 2, 4): 21,
-    ("deepseek-v3", 2, 4): 39,
+    ("qwen3-30b-a3b", 2, 4): 17,
+    ("gpt-oss-20b", 2, 4): 20,
+    ("deepseek-v3", 2, 4): 25,
 }
 
 

@@ -41,10 +41,12 @@ ASKED = {
         "invariant",
     ),
     "delta_step": ("reference", "triton reference", "tpu reference", "invariant"),
+    "head_products": ("reference", "triton reference", "reference", "invariant"),
     "products": ("reference", "triton reference", "reference", "invariant"),
     "quantized_matmul": ("xla reference", "triton xla reference", "tpu xla reference", ""),
     "ragged_dot": ("xla reference", "triton xla reference", "tpu xla reference", "invariant mosaic"),
     "sort_rows": ("reference", "triton reference", "reference", "invariant"),
+    "top_k": ("reference", "triton reference", "reference", "invariant"),
 }
 
 

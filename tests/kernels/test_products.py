@@ -42,6 +42,34 @@ def test_layers_of_stacks(implementation):
     assert not any(np.any(d[0]) for d in d_stacks) and all(np.all(d[1]) for d in d_stacks)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("to_latent", [True, False], ids=["to latents", "from latents"])
+def test_products_by_head(to_latent, implementation):
+    """W are 70 or 20 of a head's 90 rows, latents have 136 features; the queries' last features are left out."""
+    heads, latent, first, size = 3, 136, *((0, 70) if to_latent else (70, 20))
+    x, stack = normal(2, 3, heads, 75 if to_latent else latent), normal(2, heads * 90, latent, seed=1)
+    d_out = normal(2, 3, heads, latent if to_latent else size, seed=2)
+    if implementation == "reference":  # in 16 bits XLA rounds sums on a CPU
+        x, stack, d_out = (a.astype(np.float32) for a in (x, stack, d_out))
+
+    @jax.jit
+    def both(x, stack, d_out):
+        matrix = lambda stack: Stacked(stack, jnp.int32(1))
+        options = dict(to_latent=to_latent, implementation=implementation)
+        y, gradients = jax.vjp(lambda x, s: kernels.head_products(x, matrix(s), first, size, **options), x, stack)
+        return y, gradients(d_out)
+
+    y, (dx, d_stack) = both.lower(x, stack, d_out).compile(QUICK)(x, stack, d_out)
+    wide = lambda a: np.asarray(a, np.float64)
+    w = wide(stack[1]).reshape(heads, 90, latent)[:, first : first + size]
+    read = wide(x)[..., : size if to_latent else latent]
+    want = np.einsum("bshn,hnr->bshr" if to_latent else "bshr,hvr->bshv", read, w)
+    assert np.all(np.abs(wide(y) - want) <= 2**-8 * np.abs(want) + 1e-5)
+    want = np.einsum("bshr,hnr->bshn" if to_latent else "bshv,hvr->bshr", wide(d_out), w)
+    assert np.abs(wide(dx)[..., : want.shape[-1]] - want).max() < 2**-7 * np.abs(want).max()
+    assert not np.any(dx[..., want.shape[-1] :]) and not np.any(d_stack[0]) and np.any(d_stack[1])
+
+
 def test_a_layer_projects_by_it():
     """Plain linear maps, with biases, in one call; others by themselves, each in its own way."""
 

@@ -29,6 +29,7 @@ from zoo.nn.layers import (
     ExpertLinear,
     Linear,
     RMSNorm,
+    project,
     swiglu,
 )
 from zoo.nn.mla import AbstractLatentConfig, LatentAttention
@@ -113,7 +114,9 @@ class MLP(eqx.Module):
         self.down_proj = linear(width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x, *sizes), self.up_proj(x, *sizes)), *sizes)
+        linears: Any = self.gate_proj, self.up_proj
+        gate, up = [linear(x, *sizes) for linear in linears] if sizes else project(x, *linears)
+        return self.down_proj(swiglu(gate, up), *sizes)
 
 
 class MoE(eqx.Module):
@@ -140,7 +143,7 @@ class MoE(eqx.Module):
             best = moe.top_k(jnp.max(by_group, axis=-1), c.topk_group)[1]  # the best groups
             kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
             scores = jnp.where(kept[..., None], by_group, 0).reshape(scores.shape)
-        _, chosen = moe.choose(scores, c.num_experts_per_tok)
+        chosen = moe.choose(scores, c.num_experts_per_tok).indices
         weights = (c.routed_scaling_factor * pick(probability, chosen)).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
         return y + self.shared_experts(x), moe.Routing.of(logits, probability, chosen, segments)

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import LatentKV
@@ -30,6 +29,7 @@ from zoo.nn.layers import (
     ExpertLinear,
     Linear,
     RMSNorm,
+    project,
     swiglu,
 )
 from zoo.nn.mla import AbstractLatentConfig, LatentAttention
@@ -138,7 +138,9 @@ class MLP(eqx.Module):
         self.down_proj = linear(width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x, *sizes), self.up_proj(x, *sizes)), *sizes)
+        linears: Any = self.gate_proj, self.up_proj
+        gate, up = [linear(x, *sizes) for linear in linears] if sizes else project(x, *linears)
+        return self.down_proj(swiglu(gate, up), *sizes)
 
 
 class MoE(eqx.Module):
@@ -159,11 +161,10 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
-        scores = jax.nn.sigmoid(logits)
-        chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=c.n_group, best=c.topk_group)
-        weights = pick(scores, chosen)
-        if c.norm_topk_prob:
-            weights = weights / (kernels.total(weights) + 1e-20)
+        normalise = 1e-20 if c.norm_topk_prob else None  # so that the weights add up to 1
+        scores, weights, chosen = self.gate.choose(
+            logits, c.num_experts_per_tok, "sigmoid", groups=c.n_group, kept=c.topk_group, normalise=normalise
+        )
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
         routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)

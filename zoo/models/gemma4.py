@@ -328,8 +328,7 @@ class MoE(eqx.Module):
         segments: Int[Array, "batch seq"] | None,
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.router(x)
-        probability = kernels.softmax(logits.astype(jnp.float32))
-        weights, chosen = moe.choose(probability, self.top_k)
+        probability, weights, chosen = moe.choose(logits, self.top_k, "softmax")
         factors = pick(spread(self.router.per_expert_scale.astype(jnp.float32), probability.shape), chosen)
         weights = (factors * weights / kernels.total(weights)).astype(x.dtype)
         y = self.pre_feedforward_layernorm_2(x)

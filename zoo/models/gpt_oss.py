@@ -182,7 +182,7 @@ class MLP(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.router(x)
-        best, chosen = moe.choose(logits, self.top_k)
+        _, best, chosen = moe.choose(logits, self.top_k)
         y = moe.dispatch(self.experts, x, chosen, kernels.softmax(best), lambda experts: experts.down_proj)
         probability = kernels.softmax(logits.astype(jnp.float32))
         return y, moe.Routing.of(logits, probability, chosen, segments)

@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import AbstractCache
@@ -272,11 +271,15 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
-        scores = jax.nn.sigmoid(logits)
-        chosen = self.gate.choose(scores, c.num_experts_per_token, groups=c.num_expert_group, best=c.topk_group)
-        weights = pick(scores, chosen)
-        if c.moe_renormalize:
-            weights = weights / (kernels.total(weights) + 1e-20)
+        normalise = 1e-20 if c.moe_renormalize else None  # so that the weights add up to 1
+        scores, weights, chosen = self.gate.choose(
+            logits,
+            c.num_experts_per_token,
+            "sigmoid",
+            groups=c.num_expert_group,
+            kept=c.topk_group,
+            normalise=normalise,
+        )
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.w2)
         routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)

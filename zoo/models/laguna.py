@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.sums import pick, scaled
+from kernels.sums import scaled
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
@@ -223,7 +223,9 @@ class MLP(eqx.Module):
         self.down_proj = linear(width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x, *sizes), self.up_proj(x, *sizes)), *sizes)
+        linears: Any = self.gate_proj, self.up_proj
+        gate, up = [linear(x, *sizes) for linear in linears] if sizes else project(x, *linears)
+        return self.down_proj(swiglu(gate, up), *sizes)
 
 
 class MoE(eqx.Module):
@@ -246,9 +248,7 @@ class MoE(eqx.Module):
         c, logits = self.config, self.gate(x)
         if cap := c.moe_router_logit_softcapping:
             logits = cap * jnp.tanh(logits / cap)
-        scores = jax.nn.sigmoid(logits)
-        chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=1, best=1)
-        weights = pick(scores, chosen)
+        scores, weights, chosen = self.gate.choose(logits, c.num_experts_per_tok, "sigmoid")
         weights = c.moe_routed_scaling_factor * weights / kernels.total(weights)
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)
         routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, AbstractCache
@@ -144,7 +143,9 @@ class MLP(eqx.Module):
         self.w3 = linear(hidden, width, key=up)
 
     def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
-        return self.w2(swiglu(self.w1(x, *sizes), self.w3(x, *sizes)), *sizes)
+        linears: Any = self.w1, self.w3
+        gate, up = [linear(x, *sizes) for linear in linears] if sizes else project(x, *linears)
+        return self.w2(swiglu(gate, up), *sizes)
 
 
 class Router(AbstractBiasedRouter):
@@ -178,10 +179,8 @@ class MoE(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
         scores = jax.nn.sigmoid(logits).astype(jnp.float32)
-        chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=1, best=1)
-        weights = pick(scores, chosen)
-        if c.norm_topk_prob:
-            weights = weights / (kernels.total(weights) + 1e-6)
+        normalise = 1e-6 if c.norm_topk_prob else None  # so that the weights add up to 1
+        _, weights, chosen = self.gate.choose(scores, c.num_experts_per_tok, normalise=normalise)
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.w2)
         return y, moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)

@@ -225,7 +225,7 @@ class MoE(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.router(x)
         scores = jax.nn.sigmoid(logits.astype(jnp.float32))
-        _, chosen = moe.choose(logits, self.top_k)
+        chosen = moe.choose(logits, self.top_k).indices
         weights = pick(scores, chosen).astype(x.dtype)
         y = self.shared_expert(x)
         for i in range(self.top_k):  # weights scale the experts' inputs, so each choice has its own rows

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV
@@ -142,11 +141,8 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.gate(x)
-        scores = jax.nn.sigmoid(logits)
-        chosen = self.gate.choose(scores, self.top_k, groups=1, best=1)
-        weights = pick(scores, chosen)
-        weights = (weights / kernels.total(weights)).astype(x.dtype)
-        y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.w2)
+        scores, weights, chosen = self.gate.choose(logits, self.top_k, "sigmoid", normalise=0.0)
+        y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.w2)
         return y, moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
 
 

@@ -15,9 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-import kernels
 from kernels import Tokens
-from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import LatentKV
@@ -108,22 +106,13 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
-        scores = kernels.softmax(logits.astype(jnp.float32))
-        chosen = self.choose(scores)
-        weights = pick(scores, chosen)
-        if c.norm_topk_prob:
-            weights = weights / (kernels.total(weights) + 1e-20)
+        normalise = 1e-20 if c.norm_topk_prob else None  # so that the weights add up to 1
+        scores, weights, chosen = moe.choose(
+            logits, c.num_experts_per_tok, "softmax", groups=c.n_group, kept=c.topk_group, normalise=normalise
+        )
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
         return y + self.shared_experts(x), moe.Routing.of(logits, scores, chosen, segments)
-
-    def choose(self, scores: Float[Array, "batch seq experts"]) -> Int[Array, "batch seq choices"]:
-        """Returns the best experts of the best groups: of those whose two highest scores have the largest sum."""
-        c = self.config
-        by_group = scores.reshape(*scores.shape[:2], c.n_group, -1)
-        best = moe.top_k(kernels.total(moe.top_k(by_group, 2)[0])[..., 0], c.topk_group)[1]
-        kept = jnp.any(jax.nn.one_hot(best, c.n_group, dtype=bool), axis=-2)
-        return moe.choose(jnp.where(kept[..., None], by_group, 0).reshape(scores.shape), c.num_experts_per_tok)[1]
 
 
 class Block(AbstractDecoderBlock):
@@ -151,7 +140,8 @@ class Block(AbstractDecoderBlock):
         self, x: Float[Array, "batch seq embed"], cache: LatentKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None, moe.Routing | None]:
         y = self.input_layernorm(x)
-        y, cache = self.self_attn.attend(self.grown(self.self_attn.queries(y), at), y, cache, at)
+        q, latents = self.self_attn.projected(y)
+        y, cache = self.self_attn.attend(self.grown(q, at), latents, cache, at)
         x = x + y
         y = self.post_attention_layernorm(x)
         y, routing = self.mlp(y, at.segments) if isinstance(self.mlp, MoE) else (self.mlp(y), None)

@@ -8,7 +8,6 @@ import dataclasses
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -143,9 +142,7 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.gate(x)
-        probability = kernels.softmax(logits.astype(jnp.float32))
-        weights, chosen = moe.choose(probability, self.top_k)
-        weights = weights / kernels.total(weights)
+        probability, weights, chosen = moe.choose(logits, self.top_k, "softmax", normalise=0.0)
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.w2)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 

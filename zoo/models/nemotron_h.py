@@ -26,7 +26,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import kernels
 from kernels import Tokens
 from kernels.delta_rule.shared import state_products
-from kernels.sums import pick
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, AbstractCache, NoCache
@@ -234,11 +233,10 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
-        scores = jax.nn.sigmoid(logits)
-        chosen = self.gate.choose(scores, c.num_experts_per_tok, groups=c.n_group, best=c.topk_group)
-        weights = pick(scores, chosen)
-        if c.norm_topk_prob:
-            weights = weights / (kernels.total(weights) + 1e-20)
+        normalise = 1e-20 if c.norm_topk_prob else None  # so that the weights add up to 1
+        scores, weights, chosen = self.gate.choose(
+            logits, c.num_experts_per_tok, "sigmoid", groups=c.n_group, kept=c.topk_group, normalise=normalise
+        )
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
         y = moe.dispatch(self.experts, y, chosen, weights, lambda experts: experts.down_proj)

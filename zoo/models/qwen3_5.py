@@ -287,10 +287,8 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.gate(x)
-        probability = kernels.softmax(logits.astype(jnp.float32))
-        weights, chosen = moe.choose(probability, self.top_k)
-        weights = (weights / kernels.total(weights)).astype(x.dtype)
-        y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
+        probability, weights, chosen = moe.choose(logits, self.top_k, "softmax", normalise=0.0)
+        y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)
         y = y + scaled(self.shared_expert(x), jax.nn.sigmoid(self.shared_expert_gate(x)))
         return y, moe.Routing.of(logits, probability, chosen, segments)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -188,10 +187,9 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.gate(x)
-        probability = kernels.softmax(logits.astype(jnp.float32))
-        weights, chosen = moe.choose(probability, self.top_k)
-        if self.rescale:
-            weights = weights / kernels.total(weights)
+        probability, weights, chosen = moe.choose(
+            logits, self.top_k, "softmax", normalise=0.0 if self.rescale else None
+        )
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 

@@ -206,7 +206,9 @@ class MLP(eqx.Module):
         self.down_proj = linear(width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x, *sizes), self.up_proj(x, *sizes)), *sizes)
+        linears: Any = self.gate_proj, self.up_proj
+        gate, up = [linear(x, *sizes) for linear in linears] if sizes else project(x, *linears)
+        return self.down_proj(swiglu(gate, up), *sizes)
 
 
 class MoE(eqx.Module):
@@ -231,10 +233,9 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.gate(x)
-        probability = kernels.softmax(logits.astype(jnp.float32))
-        weights, chosen = moe.choose(probability, self.top_k)
-        if self.rescale:
-            weights = weights / kernels.total(weights)
+        probability, weights, chosen = moe.choose(
+            logits, self.top_k, "softmax", normalise=0.0 if self.rescale else None
+        )
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)
         shared = scaled(self.shared_expert(x), jax.nn.sigmoid(self.shared_expert_gate(x)))
         return y + shared, moe.Routing.of(logits, probability, chosen, segments)

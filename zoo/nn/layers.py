@@ -25,11 +25,15 @@ from kernels.tiles import FEW
 FEW_ROWS = 64  # up to this number of rows, reading a matrix takes most of the time of a product with it
 
 
-class AbstractLinear(eqx.Module):
-    """A linear map of the last axis. Families declare it, and `zoo.surgery` may replace its implementation."""
+class AbstractReadInPlace(eqx.Module):
+    """A module with arrays that kernels read out of the whole stack of layers."""
 
     in_place: ClassVar[tuple[str, ...]] = ()
     """The fields that may be a `kernels.stacked.Stacked`, a layer of the stack that is not copied, when decoding."""
+
+
+class AbstractLinear(AbstractReadInPlace):
+    """A linear map of the last axis. Families declare it, and `zoo.surgery` may replace its implementation."""
 
     @property
     @abc.abstractmethod
@@ -99,11 +103,8 @@ def project(x: Float[Array, "*batch in"], *linears: AbstractLinear) -> tuple[Flo
     return tuple(linear.biased(y) for linear, y in zip(plain, ys, strict=True))
 
 
-class AbstractExpertLinear(eqx.Module):
+class AbstractExpertLinear(AbstractReadInPlace):
     """A linear map for each expert of a mixture, for tokens sorted by expert. `zoo.surgery` may replace it."""
-
-    in_place: ClassVar[tuple[str, ...]] = ()
-    """Names of the fields that kernels read out of a whole stack, as in `AbstractLinear`."""
 
     @property
     @abc.abstractmethod

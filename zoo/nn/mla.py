@@ -13,7 +13,7 @@ from kernels.stacked import read
 from kernels.sums import spread
 from zoo.nn.cache import LatentKV
 from zoo.nn.clip import AbstractScalableAttention
-from zoo.nn.layers import AbstractLinear, Linear, RMSNorm
+from zoo.nn.layers import AbstractLinear, Linear, RMSNorm, project
 from zoo.nn.mixer import AbstractMixer
 from zoo.nn.model import AbstractMixtureConfig
 from zoo.nn.rope import InterleavedRotary
@@ -84,48 +84,54 @@ class LatentAttention(AbstractScalableAttention, AbstractMixer):
     def __call__(
         self, x: Float[Array, "batch seq embed"], cache: LatentKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
-        return self.attend(self.queries(x), x, cache, at)
+        return self.attend(*self.projected(x), cache, at)
 
-    def queries(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq features"]:
-        """Projects all heads' queries, which are not rotated yet."""
-        q = x  # through q_proj, or through the other three
-        for step in (self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj):
+    def projected(
+        self, x: Float[Array, "batch seq embed"]
+    ) -> tuple[Float[Array, "batch seq features"], Float[Array, "batch seq latent"]]:
+        """Projects all heads' queries; and the latents with the key that heads share. Neither is rotated yet."""
+        first = self.q_proj if self.q_a_proj is None else self.q_a_proj
+        assert first is not None
+        q, latents = project(x, first, self.kv_a_proj_with_mqa)
+        for step in (self.q_a_layernorm, self.q_b_proj):
             q = q if step is None else step(q)
-        return q
+        return q, latents
 
     def attend(
         self,
         q: Float[Array, "batch seq features"],
-        x: Float[Array, "batch seq embed"],
+        latents: Float[Array, "batch seq latent"],
         cache: LatentKV | None,
         at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
-        """Rotates these queries, and attends with them to the latents of `x` and to those in the cache."""
+        """Rotates queries and keys, and attends with these queries to these latents and to those in the cache."""
         c = self.config
-        heads = lambda y: jnp.split(y.reshape(*y.shape[:2], c.num_attention_heads, -1), [c.qk_nope_head_dim], axis=-1)
-        q_nope, q_pe = heads(q)
-        c_kv, k_pe = jnp.split(self.kv_a_proj_with_mqa(x), [c.kv_lora_rank], axis=-1)
+        heads = lambda y: y.reshape(*y.shape[:2], c.num_attention_heads, -1)
+        after_nope = lambda y: jnp.split(y, [c.qk_nope_head_dim], axis=-1)
+        q = heads(q)
+        q_nope, q_pe = after_nope(q)
+        c_kv, k_pe = jnp.split(latents, [c.kv_lora_rank], axis=-1)
         c_kv = self.kv_a_layernorm(c_kv)
         if self.rotary is not None:
             q_pe, k_pe = self.rotary(q_pe, at), self.rotary(k_pe[:, :, None], at)[:, :, 0]
-        latents = None
+        cached = None  # all latents, those of the cache too
         k_at = at  # where the keys stand
         if cache is not None:
-            cache, latents, k_at = cache.update(jnp.concatenate([c_kv, k_pe], axis=-1), at)
-        if latents is None and invariant():
-            latents = jnp.concatenate([c_kv, k_pe], axis=-1)[:, :, None]
-        if latents is not None and (x.shape[1] <= kernels.FEW or invariant()):
+            cache, cached, k_at = cache.update(jnp.concatenate([c_kv, k_pe], axis=-1), at)
+        if cached is None and invariant():
+            cached = jnp.concatenate([c_kv, k_pe], axis=-1)[:, :, None]
+        if cached is not None and (q.shape[1] <= kernels.FEW or invariant()):
             # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For few
             # tokens this is cheaper than projecting all cached latents, which now are keys and values of one head.
-            w = self.kv_b_proj.matrix(x.dtype).reshape(c.num_attention_heads, -1, c.kv_lora_rank)
-            w_k, w_v = jnp.split(w, [c.qk_nope_head_dim], axis=1)
-            q = jnp.concatenate([kernels.product("bshn,hnr->bshr", q_nope, w_k), q_pe], axis=-1)
-            y = kernels.attention(q, latents, c.kv_lora_rank, at, k_at, scale=self.scale)
-            y = kernels.product("bshr,hvr->bshv", y, w_v)
+            w = self.kv_b_proj.weight if type(self.kv_b_proj) is Linear else self.kv_b_proj.matrix(q.dtype)
+            q_latent = kernels.head_products(q, w, 0, c.qk_nope_head_dim, to_latent=True)
+            q = jnp.concatenate([q_latent, q_pe], axis=-1)
+            y = kernels.attention(q, cached, c.kv_lora_rank, at, k_at, scale=self.scale)
+            y = kernels.head_products(y, w, c.qk_nope_head_dim, c.v_head_dim, to_latent=False)
         else:
-            if latents is not None:
-                c_kv, k_pe = jnp.split(read(latents)[:, :, 0], [c.kv_lora_rank], axis=-1)
-            k_nope, v = heads(self.kv_b_proj(c_kv))
+            if cached is not None:
+                c_kv, k_pe = jnp.split(read(cached)[:, :, 0], [c.kv_lora_rank], axis=-1)
+            k_nope, v = after_nope(heads(self.kv_b_proj(c_kv)))
             k_pe = spread(k_pe[:, :, None], (*k_nope.shape[:3], c.qk_rope_head_dim))
             q, k = jnp.concatenate([q_nope, q_pe], axis=-1), jnp.concatenate([k_nope, k_pe], axis=-1)
             y = kernels.attention(q, k, v, at, k_at, scale=self.scale)

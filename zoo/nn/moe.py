@@ -19,7 +19,8 @@ import kernels
 from kernels import mesh
 from kernels.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR
 from kernels.stacked import Stacked, read
-from kernels.sums import largest, permuted, pick, scaled
+from kernels.sums import largest, permuted, scaled
+from kernels.top_k.shared import Best, Score, best, scores_of
 from zoo.nn.layers import AbstractExpertLinear, ExpertLinear, swiglu
 
 
@@ -115,14 +116,30 @@ def given_experts(chosen: Int[Array, "batch seq choices"]) -> Iterator[None]:
 
 
 def choose(
-    scores: Float[Array, "batch seq experts"], k: int
-) -> tuple[Float[Array, "batch seq k"], Int[Array, "batch seq k"]]:
-    """Returns each token's k experts with the highest scores, after their scores; or the experts that are given.
+    logits: Float[Array, "batch seq experts"],
+    k: int,
+    score: Score | None = None,
+    *,
+    bias: Float[Array, " experts"] | Stacked | None = None,
+    groups: int = 1,
+    kept: int = 1,
+    normalise: float | None = None,
+) -> Best:
+    """Returns all experts' scores, each token's k experts with the highest ones after theirs; or the experts given.
 
-    See `given_experts`.
+    See `kernels.top_k` and `given_experts`. Each device chooses for its own tokens, as in `top_k`.
     """
-    given = _given.get()
-    return top_k(scores, k) if given is None else (pick(scores, given), given)
+    if (given := _given.get()) is not None:
+        return best(scores_of(logits, score), given, normalise)
+
+    def local(logits: Array, bias: Array | Stacked | None) -> Best:
+        return kernels.top_k(logits, k, score=score, bias=bias, groups=groups, kept=kept, normalise=normalise)
+
+    if not (axes := mesh.free()):
+        return local(logits, bias)
+    tokens = mesh.tokens_spec(logits.shape)
+    specs = (tokens, P())
+    return jax.shard_map(local, axis_names=set(axes), in_specs=specs, out_specs=tokens, check_vma=False)(logits, bias)
 
 
 def split_gate_up(y: Float[Array, "rows both"]) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:

@@ -5,7 +5,7 @@ A router is no `Linear`, so that LoRA and quantization leave it alone.
 
 import abc
 import itertools
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -16,11 +16,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from kernels.backends.device import device
+from kernels.top_k.shared import Best, Score
 from zoo.nn.block import AbstractBlock, AbstractSharingBlock, Report, Shared
 from zoo.nn.cache import AbstractCache
-from zoo.nn.layers import AbstractExpertLinear, Float32, recomputed
+from zoo.nn.layers import FEW_ROWS, AbstractExpertLinear, AbstractReadInPlace, Float32, recomputed
 from zoo.nn.model import AbstractModel
-from zoo.nn.moe import Routing, choose, given_experts, top_k
+from zoo.nn.moe import Routing, choose, given_experts
 from zoo.nn.stack import Reports, Stack
 
 
@@ -53,7 +55,7 @@ class Float32Router(eqx.Module):
         return _in_float32(x, self.weight)
 
 
-class AbstractBiasedRouter(eqx.Module):
+class AbstractBiasedRouter(AbstractReadInPlace):
     """Logits of the experts, and a bias of each expert, which evens out their load without a loss.
 
     The bias is added to the scores by which experts are chosen, but not to their weights (DeepSeek V3,
@@ -61,23 +63,29 @@ class AbstractBiasedRouter(eqx.Module):
     """
 
     e_score_correction_bias: eqx.AbstractVar[Float32]
+    in_place: ClassVar[tuple[str, ...]] = ("e_score_correction_bias",)
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]: ...
 
     def choose(
-        self, scores: Float[Array, "batch seq experts"], choices: int, *, groups: int, best: int
-    ) -> Int[Array, "batch seq choices"]:
-        """Returns the experts with the highest biased scores among those of the best groups.
+        self,
+        logits: Float[Array, "batch seq experts"],
+        choices: int,
+        score: Score | None = None,
+        *,
+        groups: int = 1,
+        kept: int = 1,
+        normalise: float | None = None,
+    ) -> Best:
+        """Chooses the experts with the highest biased scores among those of the best groups.
 
-        The experts are divided into `groups` groups, of which `best` are kept: those whose two highest biased scores
-        have the largest sum.
+        The experts are divided into `groups` groups, of which some are kept: those whose two highest biased scores have
+        the largest sum. Returns the scores of all experts, those of the chosen ones, and which these are. Scores are
+        those of `kernels.top_k`, without the bias; `normalise` divides those of the chosen experts by their sum.
         """
-        bias = jnp.broadcast_to(self.e_score_correction_bias.value, scores.shape)
-        biased = (scores + bias).reshape(*scores.shape[:2], groups, -1)
-        kept = top_k(kernels.total(top_k(biased, 2)[0])[..., 0], best)[1]
-        kept = jnp.any(jax.nn.one_hot(kept, groups, dtype=bool), axis=-2)
-        return choose(jnp.where(kept[..., None], biased, -jnp.inf).reshape(scores.shape), choices)[1]
+        bias = self.e_score_correction_bias.value
+        return choose(logits, choices, score, bias=bias, groups=groups, kept=kept, normalise=normalise)
 
 
 class BiasedRouter(AbstractBiasedRouter):
@@ -205,4 +213,7 @@ def _in_float32(
 
 @recomputed
 def _float32_product(x: Array, weight: Array) -> Array:
+    few = device().platform == "gpu" and x.size <= FEW_ROWS * x.shape[-1]
+    if few and x.dtype == weight.dtype:  # the same sums in one kernel, without copies in float32
+        return jnp.einsum("...d,ed->...e", x, weight, preferred_element_type=jnp.float32)
     return kernels.product("...d,ed->...e", x.astype(jnp.float32), weight.astype(jnp.float32))

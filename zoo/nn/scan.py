@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from kernels.backends.device import device
 from kernels.stacked import Stacked
 from zoo.nn.block import AbstractBlock, Remat, Report, Shared, run_blocks
 from zoo.nn.cache import AbstractCache
-from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, ExpertLinear
+from zoo.nn.layers import AbstractReadInPlace, ExpertLinear
 from zoo.nn.pipeline import pipeline
 
 
@@ -107,7 +106,7 @@ def scan_with_caches(
     if any(map(is_apart, jax.tree.leaves(period, is_leaf=is_apart))):
         return _run_apart(period, repeats, x, caches, at, own_inputs, shared, after)
     arrays, static = eqx.partition(period, eqx.is_array)
-    whole, scanned = eqx.partition(arrays, _read_in_place(arrays, AbstractLinear | AbstractExpertLinear))
+    whole, scanned = eqx.partition(arrays, _read_in_place(arrays, AbstractReadInPlace))
 
     def one(carry: Any, of_repeat: Any) -> tuple[Any, tuple[tuple[Report, ...], Shared]]:
         (x, caches), (repeat, sliced, own) = carry, of_repeat
@@ -167,12 +166,12 @@ def _of_one_repeat(handed_on: Shared) -> Shared:
     return jax.tree.map(lambda a: a[0], handed_on)
 
 
-def _read_in_place(blocks: Any, kinds: type | types.UnionType) -> Any:
-    """Returns for each array whether kernels read it in place, as those of modules of some kinds may do.
+def _read_in_place(blocks: Any, kind: type[AbstractReadInPlace]) -> Any:
+    """Returns for each array whether kernels read it in place, as those of modules of this kind may do.
 
     As an input of a scan it would be copied for them.
     """
-    reads = lambda m: isinstance(m, kinds) and bool(m.in_place)
+    reads = lambda m: isinstance(m, kind) and bool(m.in_place)
 
     def marked(node: Any) -> Any:
         if not reads(node):
