@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int, Int8
 import kernels
 from kernels import Stacked, Tokens
 from kernels.backends.device import device
-from kernels.columns import LANES
+from kernels.by_head import LANES
 from kernels.mesh import BATCH, TENSOR, fitting
 from kernels.quantized_matmul.quantize import quantize
 from kernels.stacked import read
@@ -355,8 +355,8 @@ def init_kv(
 def slots_for(length: int) -> int:
     """Returns the number of slots that a cache of so many positions has. On TPUs it is a multiple of 128.
 
-    TPUs store narrow heads and latents with 128 slots in a row, and kernels find no slot of a row that is not full
-    (`kernels.columns`). Slots beyond the last position stay empty, and causality hides them; a ring keeps more positions.
+    TPUs store narrow heads and latents with 128 slots in a row, and kernels take whole rows (`kernels.by_head`). Slots
+    beyond the last position stay empty, and causality hides them; a ring keeps more positions.
     """
     return -(-length // LANES) * LANES if device().platform == "tpu" else length
 
