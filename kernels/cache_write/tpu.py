@@ -1,11 +1,14 @@
-"""Writing of a few new tokens into a cache whose slots are columns, for TPUs, in Pallas.
+"""Writing of a few new tokens into a cache that is stored by head, for TPUs, in Pallas.
 
-XLA's own scatter wants an array's slots before its features. Where a TPU stores the slots last (`kernels.columns`), XLA
-copies the array for it, to the other order and back: all layers of a cache, at every token. The kernel reads and writes
-only the columns around each new one. For the many tokens of a prompt the copies are less work, and XLA makes them.
+XLA's own scatter wants an array's slots before its heads and features. Where a TPU stores the heads first
+(`kernels.by_head`), XLA copies the array for it, to the other order and back: all layers of a cache, at every token.
+The kernel reads and writes only the slots around each new one, which are columns or rows. For the many tokens of a
+prompt the copies are less work, and XLA makes them.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,17 +16,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels.backends.device import device, elsewhere
+from kernels.by_head import LANES, are_by_head, are_columns, by_head
 from kernels.cache_write import reference
-from kernels.columns import LANES, are_columns, as_columns
 
 
 PLATFORMS = ("tpu",)
 RANK = 2
 
-STRIP = 32  # features that are processed at a time
+STRIP = 32  # features, or slots that are rows, that are processed at a time
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8)
 
 
@@ -37,8 +40,8 @@ def refusal(stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array, row
     for store in stores:
         if store.dtype not in DTYPES:
             return f"it writes float32, bfloat16 and int8, and the cache is {store.dtype}"
-        if device().platform == "tpu" and not are_columns(store.shape, store.dtype):
-            return f"a TPU does not store {store.shape[2]} slots of {store.shape[-1]} features as columns"
+        if device().platform == "tpu" and not are_by_head(store.shape, store.dtype):
+            return f"a TPU does not store {store.shape[2]} slots of {store.shape[3:]} numbers by head"
     return elsewhere("tpu")
 
 
@@ -56,39 +59,50 @@ def cache_write(
 
 @jax.jit  # so that calls outside jit compile once, too
 def _cache_write(stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array, row: Array, slot: Array) -> Any:
-    _, rows, slots, *_ = stores[0].shape
-    together = min(LANES, slots)  # columns that are read and written at a time
-    blocks = pl.cdiv(slots, together)
     row, slot = (x.reshape(-1).astype(jnp.int32) for x in jnp.broadcast_arrays(row, slot))
+    return tuple(_write(store, x, layer, row, slot) for store, x in zip(stores, new, strict=True))
+
+
+def _write(
+    store: Shaped[Array, "layers rows slots *heads dim"],
+    new: Shaped[Array, "batch seq *heads dim"],
+    layer: Int[Array, ""],
+    row: Int[Array, " tokens"],
+    slot: Int[Array, " tokens"],
+) -> Shaped[Array, "layers rows slots *heads dim"]:
+    """Writes tokens into one array. `places` has the layer, the row, the block and the slot therein of each."""
+    columns, (_, rows, slots, *_) = are_columns(store.shape[-1]), store.shape
+    together = min(LANES if columns else STRIP, slots)  # slots that are read and written at a time
+    blocks = pl.cdiv(slots, together)
     kept = (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
     # Tokens of one block have to be neighbours, since it is read before the first and written after the last of them. A
     # token that is dropped joins the last block that is written, or the first one of all.
     block = jnp.where(kept, row * blocks + slot // together, -1)
     block = jnp.where(kept, block, jnp.maximum(block.max(), 0))
     order = jnp.argsort(block)
-    column = jnp.where(kept, slot % together, -1)
-    places = jnp.stack([jnp.broadcast_to(layer, block.shape), block // blocks, block % blocks, column])[:, order]
-    return tuple(_write(store, x, places, order, together) for store, x in zip(stores, new, strict=True))
+    at = jnp.where(kept, slot % together, -1)
+    places = jnp.stack([jnp.broadcast_to(layer, block.shape), block // blocks, block % blocks, at])[:, order]
 
-
-def _write(
-    store: Shaped[Array, "layers rows slots *heads dim"],
-    new: Shaped[Array, "batch seq *heads dim"],
-    places: Int[Array, "4 tokens"],
-    order: Int[Array, " tokens"],
-    together: int,
-) -> Shaped[Array, "layers rows slots *heads dim"]:
-    """Writes tokens in this order into one array. `places` has the layer, the row, the block and the column of each."""
+    view = by_head(store)
+    heads, *features = view.shape[2:4] if columns else (view.shape[2], view.shape[4])
     vectors = new.astype(store.dtype).astype(jnp.float32).reshape(1, 1, len(order), *store.shape[3:])[:, :, order]
-    unused = -len(order) % together
-    vectors = jnp.pad(vectors, [(0, 0), (0, 0), (0, unused)] + [(0, 0)] * (store.ndim - 3))
-    view, vectors = as_columns(store), as_columns(vectors)[0, 0]
-    of_block = pl.BlockSpec(
-        (None, None, *view.shape[2:4], together), lambda t, places: (places[0, t], places[1, t], 0, 0, places[2, t])
-    )
-    of_vectors = pl.BlockSpec((*view.shape[2:4], together), lambda t, places: (0, 0, t // together))
+    if columns:
+        unused = -len(order) % together
+        vectors = by_head(jnp.pad(vectors, [(0, 0), (0, 0), (0, unused)] + [(0, 0)] * (store.ndim - 3)))[0, 0]
+        of_vectors = pl.BlockSpec((heads, *features, together), lambda t, places: (0, 0, t // together))
+        of_block = pl.BlockSpec(
+            (None, None, heads, *features, together),
+            lambda t, places: (places[0, t], places[1, t], 0, 0, places[2, t]),
+        )
+    else:
+        vectors = vectors.reshape(len(order), heads, 1, *features)
+        of_vectors = pl.BlockSpec((None, heads, 1, *features), lambda t, places: (t, 0, 0, 0))
+        of_block = pl.BlockSpec(
+            (None, None, heads, together, *features),
+            lambda t, places: (places[0, t], places[1, t], 0, places[2, t], 0),
+        )
     written = pl.pallas_call(
-        _kernel,
+        functools.partial(_kernel, _column_in if columns else _row_in),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(len(order),), in_specs=[of_vectors, of_block], out_specs=of_block
         ),
@@ -100,29 +114,49 @@ def _write(
         cost_estimate=pl.CostEstimate(
             flops=0,
             transcendentals=0,
-            bytes_accessed=2 * len(order) * math.prod(view.shape[2:4]) * together * store.dtype.itemsize,
+            bytes_accessed=2 * len(order) * math.prod(store.shape[3:]) * together * store.dtype.itemsize,
         ),
     )(places, vectors, view)
-    return written.transpose(0, 1, 4, 2, 3).reshape(store.shape)
+    return written.transpose(0, 1, *((4, 2, 3) if columns else (3, 2, 4))).reshape(store.shape)
 
 
-def _kernel(places: Any, vectors: Any, old: Any, new: Any) -> None:
-    """Writes one token: turns its column to where it belongs, and takes the other columns from the block."""
+def _kernel(put: Callable[..., None], places: Any, vectors: Any, old: Any, new: Any) -> None:
+    """Writes one token into a block, and keeps the block's other slots."""
     t = pl.program_id(0)
     before = jnp.maximum(t - 1, 0)
     entered = (t == 0) | (places[1, t] != places[1, before]) | (places[2, t] != places[2, before])
-    heads, dim, together = new.shape
-    rows = STRIP if dim % STRIP == 0 else dim
 
     @pl.when(entered)
     def begin() -> None:
         new[...] = old[...]
 
+    put(t, places[3, t], vectors, new)
+
+
+def _column_in(t: Array, column: Array, vectors: Any, new: Any) -> None:
+    """Turns the token's column to where it belongs, and takes the other columns from the block."""
+    heads, dim, together = new.shape
+    rows = STRIP if dim % STRIP == 0 else dim
+
     def strip(n: Any, _: None) -> None:
         at = n // (dim // rows), pl.ds(pl.multiple_of(n % (dim // rows) * rows, rows), rows)
-        turned = pltpu.roll(vectors[at], (places[3, t] - t) % together, axis=1)
-        here = lax.broadcasted_iota(jnp.int32, (rows, together), 1) == places[3, t]
-        mixed = jnp.where(here, turned, new[at].astype(jnp.float32))
-        new[at] = (mixed.astype(jnp.int32) if new.dtype == jnp.int8 else mixed).astype(new.dtype)
+        turned = pltpu.roll(vectors[at], (column - t) % together, axis=1)
+        new[at] = _mixed(lax.broadcasted_iota(jnp.int32, (rows, together), 1) == column, turned, new[at])
 
     lax.fori_loop(0, heads * (dim // rows), strip, None)
+
+
+def _row_in(_: Array, row: Array, vectors: Any, new: Any) -> None:
+    """Puts the token's row where it belongs, and takes the other rows from the block."""
+
+    def of_head(n: Any, _: None) -> None:
+        here = lax.broadcasted_iota(jnp.int32, new.shape[1:], 0) == row
+        new[n] = _mixed(here, jnp.broadcast_to(vectors[n], new.shape[1:]), new[n])
+
+    lax.fori_loop(0, len(new), of_head, None)
+
+
+def _mixed(here: Bool[Array, "rows columns"], x: Float[Array, "rows columns"], old: Array) -> Array:
+    """Takes the numbers that are `here` from `x`, and the others from `old`, in the dtype of `old`."""
+    mixed = jnp.where(here, x, old.astype(jnp.float32))
+    return (mixed.astype(jnp.int32) if old.dtype == jnp.int8 else mixed).astype(old.dtype)

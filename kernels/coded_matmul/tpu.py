@@ -3,10 +3,12 @@
 As in `kernels.ragged_dot`, rows are cut into tiles where a group ends and where a block of rows ends, and a block is
 visited once for each of its tiles. One program dequantises a block of its group's matrix, strip by strip, and then
 multiplies the tile by it. A strip's scales are spread over their weights by a product with zeros and ones, which is
-exact. Values and scales are each taken in the layout in which XLA keeps them: otherwise it would copy all of them.
+exact. Values and scales are each taken in the layout in which XLA keeps them: otherwise it would copy all of them. The
+scales of all groups may lie together there, and are then read together.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kernels.backends import blocks
@@ -58,6 +61,9 @@ def grouped(x: Float[Array, "tokens in"], w: Coded, group_sizes: Int[Array, " gr
     source = jnp.minimum(tiles.first, jnp.maximum(spans(group_sizes, tokens)[1][-1] - 1, 0)) // rows
 
     turned = tuple(_lies_transposed(columns, side.shape[-1], side.dtype.itemsize) for side in (values, scale))
+    count, strip = scale.shape[-1], _strip(column_block)
+    together = turned[1] and _lie_together(groups, count, scale.dtype)
+    strips = column_block // strip if together else 1
     whole = lambda which, length: (length, column_block) if turned[which] else (column_block, length)
 
     def of_group(which: int) -> pl.BlockSpec:
@@ -66,6 +72,14 @@ def grouped(x: Float[Array, "tokens in"], w: Coded, group_sizes: Int[Array, " gr
             return layer, jnp.minimum(group[i], groups - 1), *((0, j) if turned[which] else (j, 0))
 
         return pl.BlockSpec((None, None, *whole(which, (values, scale)[which].shape[-1])), block)
+
+    def of_all_groups(n: int) -> pl.BlockSpec:  # for the tiles of all groups, the n-th strip of a block
+        most = pl.cdiv(columns, strip) - 1
+        strip_of = lambda j: jnp.minimum(j * strips + n, most)
+        return pl.BlockSpec((1, count, groups, strip), lambda j, i, *scalars: (scalars[-1][0], 0, 0, strip_of(j)))
+
+    in_order = lambda stack, which: stack.swapaxes(2, 3) if turned[which] else stack
+    scales = scale.stack.transpose(0, 3, 1, 2) if together else in_order(scale.stack, 1)
 
     return pl.pallas_call(
         functools.partial(_kernel, w.code, groups, turned),
@@ -76,10 +90,13 @@ def grouped(x: Float[Array, "tokens in"], w: Coded, group_sizes: Int[Array, " gr
             in_specs=[
                 pl.BlockSpec((w.packed, rows, stored), lambda j, i, group, first, end, source, *_: (0, source[i], 0)),
                 of_group(0),
-                of_group(1),
+                [of_all_groups(n) if together else of_group(1) for n in range(strips)],
             ],
             out_specs=pl.BlockSpec((rows, column_block), lambda j, i, group, first, *_: (first[i] // rows, j)),
-            scratch_shapes=[pltpu.VMEM((w.packed, *whole(0, stored)), x.dtype)],
+            scratch_shapes=[
+                pltpu.VMEM((w.packed, *whole(0, stored)), x.dtype),
+                [pltpu.VMEM((count, column_block), jnp.float32)] if together else [],
+            ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM),
         cost_estimate=pl.CostEstimate(
@@ -92,7 +109,8 @@ def grouped(x: Float[Array, "tokens in"], w: Coded, group_sizes: Int[Array, " gr
     )(
         tiles.group, tiles.first, tiles.end, source, values.layer[None], scale.layer[None],
         x.reshape(tokens, stored, w.packed).transpose(2, 0, 1),
-        *(_in_memory(a.stack.swapaxes(2, 3) if t else a.stack) for a, t in zip((values, scale), turned, strict=True)),
+        _in_memory(in_order(values.stack, 0)),
+        [_in_memory(scales)] * strips,
     )  # fmt: skip
 
 
@@ -108,13 +126,14 @@ def _kernel(
     scale_layer_ref: Any,
     x_ref: Any,
     values_ref: Any,
-    scale_ref: Any,
+    scale_refs: list[Any],
     out_ref: Any,
     weights_ref: Any,
+    factors_refs: list[Any],
 ) -> None:
     del source_ref, values_layer_ref, scale_layer_ref  # only the block specs use them
     i, (rows, columns), (_, _, stored) = pl.program_id(1), out_ref.shape, x_ref.shape
-    strip, count = STRIP if columns % STRIP == 0 else columns, scale_ref.shape[0 if turned[1] else 1]
+    strip, count = _strip(columns), (*factors_refs, *scale_refs)[0].shape[0 if turned[1] else 1]
 
     def own() -> Array:
         row = first_ref[i] // rows * rows + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
@@ -122,15 +141,21 @@ def _kernel(
 
     @pl.when(group_ref[i] < groups)
     def _() -> None:
+        for n, factors_ref in itertools.product(range(len(scale_refs)), factors_refs):
+            factors_ref[:, pl.ds(n * strip, strip)] = _factors_of(scale_refs[n], group_ref[i])
+
         @pl.loop(0, columns // strip)
         def _(n: Array) -> None:
             outs = pl.ds(pl.multiple_of(n * strip, strip), strip)
-            scale = factors(scale_ref[:, outs] if turned[1] else scale_ref[outs, :])
+            if factors_refs:
+                scale = factors_refs[0][:, outs]
+            else:
+                scale = factors(scale_refs[0][:, outs] if turned[1] else scale_refs[0][outs, :])
             for start in range(0, stored, CHUNK):
                 size = min(CHUNK, stored - start)
                 at = (pl.ds(start, size), outs) if turned[0] else (outs, pl.ds(start, size))
                 ones = _ones(count, start, size, stored // count)
-                spread = _spread(scale, ones, turned, exact=scale_ref.dtype.itemsize == 4)
+                spread = _spread(scale, ones, turned, exact=scale_refs[0].dtype.itemsize == 4)
                 for phase, numbers in enumerate(_numbers(values_ref[at], code)):
                     weights_ref[phase, *at] = (numbers * spread).astype(weights_ref.dtype)
 
@@ -152,6 +177,36 @@ def _lies_transposed(outs: int, size: int, itemsize: int) -> bool:
     whole = lambda length, part: pl.cdiv(length, part) * part
     padded = lambda rows, columns: whole(rows, 32 // itemsize) * whole(columns, LANES)
     return padded(size, outs) < padded(outs, size)
+
+
+def _lie_together(groups: int, size: int, dtype: DTypeLike) -> bool:
+    """Whether XLA stores scales [groups, outs, size] as [size, groups, outs], in which groups fill more of a register.
+
+    A block then has the scales of all groups, which are read once for each call.
+    """
+    a_word = 4 // jnp.dtype(dtype).itemsize
+    padded = lambda length: length if length in (a_word, 4) else pl.cdiv(length, 8) * 8
+    known = groups > 1 and groups % a_word == 0 and dtype != jnp.float16
+    return known and padded(groups) * size < padded(size) * groups
+
+
+def _factors_of(scale_ref: Any, group: Any) -> Float[Array, "blocks outs"]:
+    """Returns the scales of one of the groups that lie together, as `factors` does.
+
+    Registers have rows of words of 32 bits, so the scales of a few neighbouring groups are one word.
+    """
+    bits = 8 * scale_ref.dtype.itemsize
+    words, a_word = scale_ref.bitcast(jnp.uint32), 32 // bits
+    _, count, rows, outs = words.shape
+    words, word = words.reshape(count * rows, outs), jnp.zeros((count, outs), jnp.uint32)
+    for row in range(rows):  # Mosaic needs to know the first row of a load with a stride
+        word = jnp.where(group // a_word == row, words[pl.ds(row, count, stride=rows), :], word)
+    own = word >> (group % a_word * bits).astype(jnp.uint32) & jnp.uint32(2**bits - 1)
+    return lax.bitcast_convert_type(own << {8: 23, 16: 16, 32: 0}[bits], jnp.float32)
+
+
+def _strip(columns: int) -> int:
+    return STRIP if columns % STRIP == 0 else columns
 
 
 def _ones(count: int, start: int, size: int, block: int) -> Float[Array, "blocks size"]:

@@ -32,9 +32,9 @@ def decode_attention(
     `implementation` is one of
 
     - "reference": reads every slot of the cache, and has every derivative.
-    - "xla", "tpu", "tpu_columns", "triton": read only blocks with a key that is seen; "xla" reads all between
+    - "xla", "tpu", "tpu_heads", "triton": read only blocks with a key that is seen; "xla" reads all between
       the first and the last of them. They have first derivatives only, in reverse mode, which read every slot.
-      "tpu_columns" is for caches that a TPU stores with their slots last, "tpu" for others.
+      "tpu_heads" is for caches that a TPU stores with heads before slots (`kernels.by_head`), "tpu" for others.
     - "invariant": reads every slot, and has the bits of `attention`'s.
 
     None chooses as `attention` does.

@@ -36,6 +36,7 @@ from kernels.attention.shared import Formula
 from kernels.attention.tpu import LANES, VMEM, dot
 from kernels.backends import blocks
 from kernels.backends.device import device, elsewhere
+from kernels.by_head import fill_tiles
 from kernels.decode_attention.reference import with_gradient
 from kernels.masks import Mask, Schedule, block_classes
 from kernels.stacked import Stacked
@@ -73,10 +74,10 @@ def _lies_flat(kv_heads: int, dim: int, v_dim: int, itemsize: int) -> bool:
 
     The conditions are the compiler's, which has tiles of 8 x 128. It pads none for 2 or 4 heads, or in 8 bits for 4.
     """
-    whole_rows = dim % LANES == 0 and v_dim % LANES == 0
+    whole = dim % LANES == 0 and v_dim % LANES == 0 and fill_tiles(kv_heads, itemsize)
     if itemsize == 1:
-        return whole_rows and dim == v_dim and (kv_heads % 8 == 0 or kv_heads == 4)
-    return kv_heads == 1 or (whole_rows and (kv_heads % 8 == 0 or (kv_heads in (2, 4) and dim == v_dim)))
+        return whole and dim == v_dim
+    return kv_heads == 1 or (whole and (kv_heads % 8 == 0 or dim == v_dim))
 
 
 def _pieces_of(k: Stacked, v_dim: int) -> int:

@@ -11,15 +11,17 @@ import pytest
 import kernels
 from kernels import Coded, Stacked
 from kernels.coded import TABLES
+from kernels.coded_matmul import tpu
 
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all of this file's time
-# Of each format: the blocks of a row, and the columns in one. Triton loads words of 32 bits, but bytes for nf4 here.
-SHAPES = {"float8": (3, 128), "mxfp4": (3, 32), "nvfp4": (6, 16), "int4": (5, 32), "nf4": (3, 4)}
-SIZES = np.array([4, 0, 5], np.int32)  # of 11 rows, two of which have no group
+# Of each format: the blocks of a row, and the columns in one. Triton loads words of 32 bits, but bytes for nf4 here. A
+# TPU has the four groups' scales together, but for int4.
+SHAPES = {"float8": (3, 128), "mxfp4": (3, 32), "nvfp4": (6, 16), "int4": (8, 32), "nf4": (3, 4)}
+SIZES = np.array([4, 0, 3, 2], np.int32)  # of 11 rows, two of which have no group
 
 
-def coded(code, dtype: Any = np.float32, groups=3, out=70):
+def coded(code, dtype: Any = np.float32, groups=4, out=70):
     """Returns matrices in the second layer of a stack, and what they stand for in float64.
 
     "nvfp4" is the code of MXFP4 with float32 scales.
@@ -53,8 +55,9 @@ def coded(code, dtype: Any = np.float32, groups=3, out=70):
         if code != "nvfp4" or implementation in ("triton", "tpu")
     ],
 )
-def test_groups(implementation, code):
+def test_groups(implementation, code, monkeypatch):
     """Each row is multiplied by its group's matrix, a layer of a stack; its gradient is that of the weights."""
+    monkeypatch.setattr(tpu, "STRIP", 16)  # several in a block, as on a TPU
     w, weights = coded(code)
     random = np.random.default_rng(1)
     x, d_out = (random.normal(size=(11, n)).astype(np.float32) for n in (weights.shape[2], weights.shape[1]))
@@ -67,7 +70,7 @@ def test_groups(implementation, code):
         return out, *gradient(d_out)
 
     out, dx = both.lower(x, w, d_out).compile(QUICK)(x, w, d_out)
-    group = np.repeat(np.arange(3), SIZES)
+    group = np.repeat(np.arange(4), SIZES)
     want = np.einsum("ti,toi->to", x[:9], weights[group]), np.einsum("to,toi->ti", d_out[:9], weights[group])
     for got, one in zip((out, dx), want, strict=True):
         assert np.abs(got[:9] - one).max() < 1e-6 * np.abs(one).max() and not np.any(got[9:])

@@ -28,11 +28,13 @@ STEPS = {
         Step("qwen3-8b", BATCH, 8192),
         Step("gemma3-27b", BATCH, 8192),
         Step("gemma3-4b", BATCH, 8192, 6),  # 4 heads of 256 features
-        Step("gpt-oss-20b", BATCH, 8192),
+        Step("gpt-oss-20b", BATCH, 8100),  # no multiple of 128: the cache has 8192 slots
         Step("llama3.2-1b", BATCH, 8192, queries=5),
-        Step("deepseek-v2-lite", BATCH, 8192),
+        Step("phi4-14b", BATCH, 8192),  # 10 heads of 128 features
+        Step("deepseek-v2-lite", BATCH, 8100),
         Step("qwen3-8b", BATCH, 8192, cache="int8", quantize="int8"),
         Step("gpt-oss-20b", BATCH, 8192, cache="int8"),
+        Step("gemma3-1b", BATCH, 8192, 6, cache="int8"),  # one head of 256
         Step("deepseek-v2-lite", BATCH, 8192, cache="int8"),
     ],
 }

@@ -36,7 +36,7 @@ def case(
     return Case(function, (q, cache, None if v_dim else cache, positions, sinks), most, temporary=of_layer)
 
 
-columns = functools.partial(case, implementation="tpu_columns")
+by_head = functools.partial(case, implementation="tpu_heads")
 CASES = {
     "decode, Llama 8B": case(16, 32, 8, 8192, 128, Causal()),
     "decode, Gemma 3 27B, local": case(16, 32, 16, 1024, 128, sliding(1024)),
@@ -47,13 +47,17 @@ CASES = {
     "decode, Gemma 3 4B, int8": case(16, 8, 4, 8192, 256, Causal(), int8=True),
     "decode, Gemma 3 12B, int8": case(16, 16, 8, 8192, 256, Causal(), int8=True),
     "decode, Llama 8B, 5 queries": case(16, 32, 8, 8192, 128, Causal(), queries=5),
-    "columns, gpt-oss, local": columns(16, 64, 8, 128, 64, sliding(128), sinks=True),
-    "columns, gpt-oss": columns(16, 64, 8, 8192, 64, Causal(), sinks=True),
-    "columns, gpt-oss, int8": columns(16, 64, 8, 8192, 64, Causal(), sinks=True, int8=True),
-    "columns, Llama 1B, 5 queries": columns(16, 32, 8, 8192, 64, Causal(), queries=5),
-    "columns, Phi-2, 32 heads of 80": columns(16, 32, 32, 2048, 80, Causal()),
-    "columns, DeepSeek V3": columns(8, 128, 1, 8192, 576, Causal(), v_dim=512),
-    "columns, DeepSeek V3, int8": columns(8, 128, 1, 8192, 576, Causal(), v_dim=512, int8=True),
+    "columns, gpt-oss, local": by_head(16, 64, 8, 128, 64, sliding(128), sinks=True),
+    "columns, gpt-oss": by_head(16, 64, 8, 8192, 64, Causal(), sinks=True),
+    "columns, gpt-oss, int8": by_head(16, 64, 8, 8192, 64, Causal(), sinks=True, int8=True),
+    "columns, Llama 1B, 5 queries": by_head(16, 32, 8, 8192, 64, Causal(), queries=5),
+    "columns, Phi-2, 32 heads of 80": by_head(16, 32, 32, 2048, 80, Causal()),
+    "by head, Phi-4, 10 heads of 128": by_head(16, 40, 10, 8192, 128, Causal()),
+    "by head, OLMo Hybrid, 5 queries": by_head(16, 30, 30, 8192, 128, Causal(), queries=5),
+    "by head, Gemma 3 1B, int8": by_head(16, 4, 1, 8192, 256, Causal(), int8=True),
+    "by head, Qwen2.5 3B, int8": by_head(16, 16, 2, 8192, 128, Causal(), int8=True),
+    "columns, DeepSeek V3": by_head(8, 128, 1, 8192, 576, Causal(), v_dim=512),
+    "columns, DeepSeek V3, int8": by_head(8, 128, 1, 8192, 576, Causal(), v_dim=512, int8=True),
 }
 
 

@@ -51,9 +51,6 @@ STORED = {
         step("gpt-oss-20b", layers=24, quantize="mxfp4"),
     ],
 }
-# On a TPU XLA has the experts' axis of these scales in registers, and turns them round once a call, not once a layer.
-TURNED = ",90]"
-
 
 # Arrays that may be as large as a matrix. XLA makes them, not our kernels.
 # - MLA's decode multiplies by the two halves of kv_b_proj, which are stored head by head. At batch 1 XLA writes out the
@@ -100,13 +97,11 @@ def test_a_layer_starts_few_kernels():
     "chip", [pytest.param("h200", marks=needs_gpu_compiler), pytest.param("v6e", marks=needs_libtpu)]
 )
 def test_weights_are_multiplied_as_they_are_stored(chip):
-    """No result is as large as a matrix in few bits, and the step moves at most 1.1 times these and the cache."""
+    """No result is as large as a matrix in few bits, and the step moves at most 1.02 times these and the cache."""
     faults = []
     for each, compiled in zip(STORED[chip], measure(chip, *STORED[chip]), strict=True):
         logits = f"{zoo.config(each.model).vocab_size}]"
         large = [x for x in compiled.results if x.bytes >= compiled.matrix and logits not in x.shape]
-        once = [x for x in large if x.times == 1 and x.kind == "copy" and TURNED in x.shape]
-        ratio = (compiled.moved - 2 * sum(x.bytes for x in once)) / compiled.needed
-        if ratio > 1.1 or len(large) > len(once):
-            faults.append((each.model, each.quantize, round(ratio, 3), large))
+        if large or compiled.moved > 1.02 * compiled.needed:
+            faults.append((each.model, each.quantize, round(compiled.moved / compiled.needed, 3), large))
     assert not faults

@@ -1,6 +1,7 @@
 """kernels.decode_attention: every implementation against a formula in float64 numpy, on caches of ragged length."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ DECODES = {
         *((case, "xla") for case in DECODES if case != "causal"),
         *((case, "triton") for case in DECODES if case != "causal"),
         *((case, "tpu") for case in DECODES),
-        *((case, "tpu_columns") for case in DECODES if case not in ("causal", "chunks, of which one is empty yet")),
+        *((case, "tpu_heads") for case in DECODES if case != "causal"),
         *((case, "invariant") for case in DECODES if case != "causal"),
     ],
 )
@@ -82,7 +83,7 @@ def in_pages(x, slots, table):
 
 @pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("case", ["causal", "all, of a few queries", "latents, wider than a register"])
-@pytest.mark.parametrize("implementation", ["reference", "xla", "triton", "tpu", "tpu_columns"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton", "tpu", "tpu_heads"])
 def test_decode_of_pages(case, implementation, eight_bits):
     """Pages in any order give what a cache without pages gives. Where a row needs no page its table has any number."""
     shapes, options = DECODES[case]
@@ -118,8 +119,15 @@ def test_decode_of_pages(case, implementation, eight_bits):
     assert np.linalg.norm(got - expected) < 1e-6 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("case", ["all, of a few queries", "latents, wider than a register"])
-@pytest.mark.parametrize("implementation", ["xla", "triton", "tpu", "tpu_columns"])
+@pytest.mark.parametrize(
+    "case, implementation",
+    [
+        *itertools.product(
+            ("all, of a few queries", "latents, wider than a register"), ("xla", "triton", "tpu", "tpu_heads")
+        ),
+        ("chunks, of which one is empty yet", "tpu_heads"),  # whose vectors are rows
+    ],
+)
 def test_decode_of_a_cache_in_8_bits(case, implementation):
     """The result equals float64 attention over the integers times their scales. Later slots and other layers have NaN
     scales, and so has, in the end, a slot that only the last query sees.
@@ -185,7 +193,7 @@ def test_gradients_are_the_references():
     given = q, *(np.stack([x, x, x]) for x in (k, v)), SINKS
     expected = jax.device_get(gradients("reference", *given))
     assert expected[1][1, :, :121].all() and not expected[1][[0, 2]].any() and expected[3][:3].all()
-    for implementation in ("xla", "triton", "tpu", "tpu_columns"):
+    for implementation in ("xla", "triton", "tpu", "tpu_heads"):
         for actual, of_reference in zip(gradients(implementation, *given), expected, strict=True):
             np.testing.assert_allclose(actual, of_reference, rtol=1e-6, atol=1e-6)
 
@@ -216,21 +224,22 @@ def test_a_cache_that_a_tpu_would_copy_is_refused():
         assert on_a_tpu("tpu", *copied) == reason.format(*copied)
     assert on_a_tpu("tpu", 1, 576, 512, narrow) == reason.format(1, 576, 576)
     columns = [(8, 64, 64, wide), (8, 64, 64, narrow), (1, 576, 512, wide), (1, 576, 512, narrow), (3, 80, 80, wide)]
-    for each in columns:
-        assert on_a_tpu("tpu_columns", *each) is None
-    reason = "a TPU does not store {} slots of {} features as columns"
-    assert on_a_tpu("tpu_columns", 8, 64, 64, wide, slots=64) == reason.format(64, 64)
-    assert on_a_tpu("tpu_columns", 8, 128, 128, wide) == reason.format(128, 128)
-    assert on_a_tpu("tpu_columns", 3, 80, 80, narrow) == reason.format(128, 80)
+    for each in [*columns, (10, 128, 128, wide), (2, 128, 128, narrow), (1, 256, 256, narrow)]:
+        assert on_a_tpu("tpu_heads", *each) is None
+    reason = "a TPU does not store {} slots of {} heads with {} features by head"
+    assert on_a_tpu("tpu_heads", 8, 64, 64, wide, slots=64) == reason.format(64, 8, 64)
+    assert on_a_tpu("tpu_heads", 8, 128, 128, wide) == reason.format(128, 8, 128)
+    assert on_a_tpu("tpu_heads", 3, 80, 80, narrow) == reason.format(128, 3, 80)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
-def test_tokens_are_written_by_columns(dtype):
-    """Neighbouring tokens, a block's first and last one, and tokens that have no place: all as by the scatter."""
+def test_tokens_are_written_by_head(dtype):
+    """As columns and as rows. Neighbouring tokens, a block's first and last one, and tokens that have no place: all as
+    by the scatter."""
     random = np.random.RandomState(0)
     numbers = lambda *shape: jnp.asarray(random.randint(-99, 99, shape), dtype)
-    stores = numbers(2, 3, 256, 2, 32), numbers(2, 3, 256, 5)
-    new = numbers(3, 4, 2, 32), numbers(3, 4, 5)
+    stores = numbers(2, 3, 256, 2, 32), numbers(2, 3, 256, 5), numbers(2, 3, 256, 3, 128)
+    new = numbers(3, 4, 2, 32), numbers(3, 4, 5), numbers(3, 4, 3, 128)
     row, slot = jnp.array([[2], [9], [0]]), jnp.array([[126, 127, 128, 129], [0, 1, 2, 3], [255, 256, 300, 0]])
     given = stores, new, jnp.array(1), row, slot
     written, expected = (

@@ -33,7 +33,7 @@ ASKED = {
     "cache_write": ("reference", "triton reference", "tpu reference", "invariant"),
     "coded_matmul": ("reference", "triton reference", "tpu reference", ""),
     "cross_entropy": ("xla reference", "xla reference", "xla reference", ""),
-    "decode_attention": ("xla reference", "triton xla reference", "tpu_columns tpu xla reference", "invariant"),
+    "decode_attention": ("xla reference", "triton xla reference", "tpu_heads tpu xla reference", "invariant"),
     "delta_rule": (
         "xla reference",
         "triton_channels triton_fused triton xla reference",

@@ -1,6 +1,7 @@
 """Caches against a plain dictionary, decoding families against transformers, and local layers' memory by shape."""
 
 import functools
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -39,6 +40,9 @@ CACHES = {  # each with the window of its layers
     "WindowKV, wider": (WindowKV.init(2, 2, WINDOW, 1, 1, jnp.float32).widened(2), WINDOW),
     "LatentKV": (LatentKV.init(2, 2, LENGTH, 1, 1, jnp.float32), LENGTH),
 }
+ON_TPU = mock.patch.object(zoo.nn.cache, "device", lambda: Device("tpu", "TPU v6 lite"))
+with ON_TPU:  # of 128 slots
+    CACHES["WindowKV, on a TPU"] = WindowKV.init(2, 2, WINDOW, 1, 1, jnp.float32), WINDOW
 CACHES |= {f"{name}, paged": (paged(cache), window) for name, (cache, window) in CACHES.items()}
 # Positions of two rows, for each call.
 CALLS = {
@@ -250,10 +254,13 @@ def test_int8_of_a_real_head():
 
 
 def test_wider_windows():
+    """On TPUs their slots, and those of all positions, are a multiple of 128."""
     model = eqx.filter_eval_shape(lambda: zoo.gemma3.Model(zoo.config("gemma3-270m"), key=jax.random.key(0)))
-    caches = eqx.filter_eval_shape(lambda m: zoo.nn.cache.init_cache(m, 1, 2048, widen=5), model)
-    rings = [c for c in jax.tree.leaves(caches, is_leaf=lambda c: isinstance(c, WindowKV)) if isinstance(c, WindowKV)]
-    assert {ring.k.shape[2] for ring in rings} == {512 + 5}
+    init = lambda: eqx.filter_eval_shape(lambda m: zoo.nn.cache.init_cache(m, 1, 2000, widen=5), model)
+    slots = lambda: {(c.k.shape[2], c.spare if isinstance(c, WindowKV) else None) for block in init() for c in block}
+    assert slots() == {(512 + 5, 5), (2000, None)}
+    with ON_TPU:
+        assert slots() == {(640, 128), (2048, None)}
 
 
 def test_a_gpus_step_has_no_loop_over_layers(load, monkeypatch):

@@ -166,6 +166,11 @@ class Computation:
         result = self.named[name].result if name in self.named else ""
         return ELEMENT.findall(result)[int(part)] if part else result
 
+    def source(self, name: str) -> str:
+        """Returns the name of the array that this is another view of, or its own."""
+        i = self.named.get(name)
+        return self.source(i.operands[0]) if i and i.op == "bitcast" else name
+
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
         """Maps each array to the instructions that read it, each with the number of the operand."""
@@ -331,7 +336,9 @@ def _custom(i: Instruction, home: Computation, seen: float, filled: float, turns
     in_place = {int(made or 0): int(n) for made, n in re.findall(r"\{(\d*)\}: \((\d+),", aliases)}
     parts = [_parts(texts, n, turns) for n in range(len(texts))]
     made = ELEMENT.findall(re.sub(r"s8\[\d+\]", "", i.result))  # without cuBLAS's workspace
-    moved = sum(_bytes(text) / part for text, part in zip(texts, parts, strict=True))
+    # An array counts once where a kernel takes it twice, for instance to read two parts of it.
+    read = {home.source(i.operands[n]): _bytes(text) / parts[n] for n, text in enumerate(texts)}
+    moved = sum(read.values())
     moved += sum(_bytes(text) / (parts[in_place[n]] if n in in_place else 1) for n, text in enumerate(made))
     if target == "__cublas":
         contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.line)[0]

@@ -29,6 +29,8 @@ from jaxtyping import Array, Float, Int, Int8
 
 import kernels
 from kernels import Stacked, Tokens
+from kernels.backends.device import device
+from kernels.by_head import LANES
 from kernels.mesh import BATCH, TENSOR, fitting
 from kernels.quantized_matmul.quantize import quantize
 from kernels.stacked import read
@@ -135,7 +137,7 @@ class KV(AbstractPagedCache):
         *,
         v_dim: int | None = None,
     ) -> "KV":
-        k, v = _empty(layers, batch, length, heads, dim, v_dim, dtype)
+        k, v = _empty(layers, batch, slots_for(length), heads, dim, v_dim, dtype)
         return cls(k=k, v=v, layer=jnp.array(0, jnp.int32))
 
     def update(
@@ -184,7 +186,7 @@ class WindowKV(AbstractCache):
     v: Float[Array, "layers batch length heads v_dim"] | Int8Vectors
     layer: Int[Array, ""]
     spare: int = eqx.field(static=True, default=0)
-    """The number of positions beyond those that the layers see, by `widened`."""
+    """The number of positions beyond those that the layers see, by `widened` and by `slots_for`."""
     rewinds: ClassVar[bool] = True  # by `spare` tokens
 
     @classmethod
@@ -200,8 +202,9 @@ class WindowKV(AbstractCache):
         *,
         v_dim: int | None = None,
     ) -> "WindowKV":
-        k, v = _empty(layers, batch, length, heads, dim, v_dim, dtype)
-        return cls(k, v, jnp.array(0, jnp.int32), spare)
+        slots = slots_for(length)
+        k, v = _empty(layers, batch, slots, heads, dim, v_dim, dtype)
+        return cls(k, v, jnp.array(0, jnp.int32), spare + slots - length)
 
     def update(
         self, k: Float[Array, "batch seq heads dim"], v: Float[Array, "batch seq heads v_dim"], at: Tokens
@@ -247,8 +250,8 @@ class WindowKV(AbstractCache):
     def widened(self, more: int) -> "WindowKV":
         assert isinstance(self.k, jax.Array)
         layers, batch, length, heads, dim = self.k.shape
-        more_spare, v_dim = self.spare + more, self.v.shape[-1]
-        return WindowKV.init(layers, batch, length + more, heads, dim, self.k.dtype, more_spare, v_dim=v_dim)
+        length, v_dim = length - self.spare + more, self.v.shape[-1]
+        return WindowKV.init(layers, batch, length, heads, dim, self.k.dtype, more, v_dim=v_dim)
 
     def paged(self, pages: PagesOf, slots: int, length: int) -> KV:
         return _paged_kv(self, self.k.shape[2] - self.spare, pages, slots, length)
@@ -271,7 +274,7 @@ class LatentKV(AbstractPagedCache):
 
     @classmethod
     def init(cls, layers: int, batch: int, length: int, rank: int, rope: int, dtype: DTypeLike) -> "LatentKV":
-        latents = jnp.zeros((layers, batch, length, rank + rope), dtype)
+        latents = jnp.zeros((layers, batch, slots_for(length), rank + rope), dtype)
         return cls(latents=latents, layer=jnp.array(0, jnp.int32), rank=rank)
 
     def update(self, latents: Float[Array, "batch seq features"], at: Tokens) -> tuple["LatentKV", Stacked, Tokens]:
@@ -347,6 +350,15 @@ def init_kv(
     if window is None or window >= length:
         return KV.init(layers, batch, length, heads, dim, dtype, v_dim=v_dim)
     return WindowKV.init(layers, batch, window, heads, dim, dtype, v_dim=v_dim)
+
+
+def slots_for(length: int) -> int:
+    """Returns the number of slots that a cache of so many positions has. On TPUs it is a multiple of 128.
+
+    TPUs store narrow heads and latents with 128 slots in a row, and kernels take whole rows (`kernels.by_head`). Slots
+    beyond the last position stay empty, and causality hides them; a ring keeps more positions.
+    """
+    return -(-length // LANES) * LANES if device().platform == "tpu" else length
 
 
 def _empty(
