@@ -12,6 +12,8 @@ Both need slots in a multiple of 128, which zoo's caches have on TPUs. A kernel 
 order of axes: in any other XLA copies the array for it.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
@@ -29,7 +31,7 @@ def are_by_head(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
     if slots % LANES:
         return False
     if dim % LANES == 0:
-        return not fill_tiles(*(heads or [1]), itemsize)
+        return not fill_tiles(math.prod(heads), itemsize)
     return dim % 32 == 0 if itemsize == 1 else dim % 8 == 0 or not heads
 
 

@@ -193,7 +193,7 @@ def _kernel(
     b, j, kv_heads, v_dim = pl.program_id(0), pl.program_id(2), len(k_ref), out_ref.shape[-1]
     axis = 0 if columns else 1  # that of features, of a head
     size, v_ref = k_ref.shape[2 - axis], (*v_refs, k_ref)[0]
-    part_of = lambda features, slots=slice(None): _ordered(columns, features, slots)
+    part_of = functools.partial(_ordered, columns)
 
     @pl.when(j == 0)
     def begin() -> None:
@@ -213,7 +213,7 @@ def _kernel(
             x, cut = jnp.zeros((q_ref.shape[1], few), jnp.float32), 0
             for part, width in enumerate(k_parts):
                 features = pl.ds(cut, width)
-                product = dot(q_ref[head, :, features], wide_k_ref[part_of(features)], 1, axis)
+                product = dot(q_ref[head, :, features], wide_k_ref[part_of(features, slice(None))], 1, axis)
                 x += formula.scale * scale_of(scale_refs[0], head * len(k_parts) + part) * product
                 cut += width
             x += 0 * v_scale
@@ -239,7 +239,7 @@ def _kernel(
         weights = (weights * v_scale).astype(finite_v_ref.dtype)
         for cut in range(0, v_dim, LANES):
             piece = pl.ds(cut, min(LANES, v_dim - cut))
-            new = dot(weights, finite_v_ref[part_of(piece)], 1, 1 - axis)
+            new = dot(weights, finite_v_ref[part_of(piece, slice(None))], 1, 1 - axis)
             sum_ref[head, :, piece] = sum_ref[head, :, piece] * fade[:, : piece.size] + new
 
     steps = jnp.where(j < schedule.met[row_of(b, schedule.met)], kv_heads * (size // few), 0)

@@ -234,8 +234,9 @@ def test_a_cache_that_a_tpu_would_copy_is_refused():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 def test_tokens_are_written_by_head(dtype):
-    """As columns and as rows. Neighbouring tokens, a block's first and last one, and tokens that have no place: all as
-    by the scatter."""
+    """Tokens are written as columns and as rows as by the scatter: neighbouring ones, a block's first and last one, and
+    tokens that have no place.
+    """
     random = np.random.RandomState(0)
     numbers = lambda *shape: jnp.asarray(random.randint(-99, 99, shape), dtype)
     stores = numbers(2, 3, 256, 2, 32), numbers(2, 3, 256, 5), numbers(2, 3, 256, 3, 128)
