@@ -17,10 +17,11 @@ from kernels.cross_entropy import cross_entropy
 from kernels.decode_attention import decode_attention
 from kernels.delta_rule import delta_rule
 from kernels.dispatch import explain, prefer
+from kernels.gated_products import gated_products
 from kernels.head_products import head_products
 from kernels.invariant import mean, product, softmax, total
 from kernels.masks import Around, Causal, Chunk, Full, Mask, Spans, Window, sliding
-from kernels.products import products
+from kernels.products import FEW_ROWS, apart, products
 from kernels.quantized_matmul import fp8_matmul, int8_matmul
 from kernels.ragged_dot import ragged_dot, rounded_ragged_dot
 from kernels.sort_rows import sort_rows
@@ -31,6 +32,7 @@ from kernels.top_k import top_k
 
 __all__ = [
     "FEW",
+    "FEW_ROWS",
     "Around",
     "Causal",
     "Chunk",
@@ -42,6 +44,7 @@ __all__ = [
     "Stacked",
     "Tokens",
     "Window",
+    "apart",
     "attention",
     "cache_write",
     "causal_conv",
@@ -52,6 +55,7 @@ __all__ = [
     "delta_rule",
     "explain",
     "fp8_matmul",
+    "gated_products",
     "head_products",
     "int8_matmul",
     "mean",

@@ -1,9 +1,24 @@
 """Products of one input with several matrices, such as those of queries, keys and values."""
 
+import jax
 from jaxtyping import Array, Float
 
 from kernels import dispatch
+from kernels.backends.device import device
 from kernels.stacked import Stacked
+
+
+FEW_ROWS = 64  # up to this number of rows, reading a matrix takes most of the time of a product with it
+
+
+def apart(y: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
+    """Keeps the product y of few rows apart from what is done with it, on a GPU.
+
+    Otherwise the sum with a bias, or a GELU, becomes a part of cuBLAS's product, and XLA copies the layer's matrix out
+    of the stack.
+    """
+    few = device().platform == "gpu" and y.size <= FEW_ROWS * y.shape[-1]
+    return jax.lax.optimization_barrier(y) if few else y
 
 
 def products(

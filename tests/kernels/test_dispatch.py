@@ -41,6 +41,7 @@ ASKED = {
         "invariant",
     ),
     "delta_step": ("reference", "triton reference", "tpu reference", "invariant"),
+    "gated_products": ("reference", "triton reference", "reference", "invariant"),
     "head_products": ("reference", "triton reference", "reference", "invariant"),
     "products": ("reference", "triton reference", "reference", "invariant"),
     "quantized_matmul": ("xla reference", "triton xla reference", "tpu xla reference", ""),

@@ -70,6 +70,47 @@ def test_products_by_head(to_latent, implementation):
     assert not np.any(dx[..., want.shape[-1] :]) and not np.any(d_stack[0]) and np.any(d_stack[1])
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("sizes", [None, (3, 0, 17, 2)], ids=["rows", "groups"])
+def test_gated_products(sizes, implementation):
+    """More than a tile for a group, a group without rows, and rows without a group, which yield zeros whatever they have.
+
+    In the float32 of the formula, products are rounded to bfloat16 and the result once.
+    """
+    gate, up = (normal(2, *([4] if sizes else []), 70, 72, seed=seed) for seed in (1, 2))
+    gate, up = (0.1 * w.astype(np.float32) for w in (gate, up))
+    gate, up = (w.astype(ml_dtypes.bfloat16) for w in (gate, up))
+    x = normal(24, 72) if sizes else normal(2, 3, 72)
+    if sizes:
+        x[22:] = np.nan
+    group_sizes, d_out = None if sizes is None else jnp.array(sizes), normal(*x.shape[:-1], 70, seed=3)
+    formula = lambda gate, up: (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
+    @jax.jit
+    def both(x, gate, up, d_out):
+        hidden = lambda x, *stacks: kernels.gated_products(
+            x, *(Stacked(s, jnp.int32(1)) for s in stacks), formula, group_sizes, implementation=implementation
+        )
+        y, gradients = jax.vjp(hidden, x, gate, up)
+        return y, gradients(d_out)
+
+    y, (dx, *d_stacks) = both.lower(x, gate, up, d_out).compile(QUICK)(x, gate, up, d_out)
+    wide = lambda a: np.asarray(a, np.float64)
+    of_row = np.repeat(np.arange(4), sizes) if sizes else slice(None)
+    rows = wide(x)[:22] if sizes else wide(x)
+    product = lambda w: np.einsum("ri,roi->ro" if sizes else "...i,oi->...o", rows, wide(w[1])[of_row])
+    g, u = product(gate), product(up)
+    want = g / (1 + np.exp(-g)) * u
+    assert np.all(np.abs(wide(y)[: len(want)] - want) <= 2**-6.5 * np.abs(want) + 1e-3) and not np.any(y[len(want) :])
+    sigmoid = 1 / (1 + np.exp(-g))
+    d = wide(d_out)[: len(want)]
+    d_g, d_u = d * u * sigmoid * (1 + g * (1 - sigmoid)), d * g * sigmoid
+    back = lambda d, w: np.einsum("ro,roi->ri" if sizes else "...o,oi->...i", d, wide(w[1])[of_row])
+    want = back(d_g, gate) + back(d_u, up)
+    assert np.abs(wide(dx)[: len(want)] - want).max() < 2**-6 * np.abs(want).max()
+    assert all(not np.any(d[0]) and np.any(d[1]) for d in d_stacks)
+
+
 def test_a_layer_projects_by_it():
     """Plain linear maps, with biases, in one call; others by themselves, each in its own way."""
 

@@ -22,16 +22,7 @@ from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import LatentKV
 from zoo.nn.fields import text_config
-from zoo.nn.layers import (
-    AbstractExpertLinear,
-    AbstractLinear,
-    Embedding,
-    ExpertLinear,
-    Linear,
-    RMSNorm,
-    project,
-    swiglu,
-)
+from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Embedding, ExpertLinear, Linear, RMSNorm, swiglu
 from zoo.nn.mla import AbstractLatentConfig, LatentAttention
 from zoo.nn.model import Family, OneOf, Released, causal_keys
 from zoo.nn.mtp import AbstractMTPModel, NextNMTP
@@ -138,9 +129,7 @@ class MLP(eqx.Module):
         self.down_proj = linear(width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
-        linears: Any = self.gate_proj, self.up_proj
-        gate, up = [linear(x, *sizes) for linear in linears] if sizes else project(x, *linears)
-        return self.down_proj(swiglu(gate, up), *sizes)
+        return self.down_proj(swiglu(x, self.gate_proj, self.up_proj, *sizes), *sizes)
 
 
 class MoE(eqx.Module):

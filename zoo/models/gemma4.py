@@ -37,7 +37,7 @@ from zoo.nn.layers import (
     Float32RMSNorm,
     Linear,
     geglu,
-    project,
+    gelu_times,
     rms_normalized,
     times,
 )
@@ -267,7 +267,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(width, embed, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(geglu(*project(x, self.gate_proj, self.up_proj)))
+        return self.down_proj(geglu(x, self.gate_proj, self.up_proj))
 
 
 class ScaledRouter(eqx.Module):
@@ -299,7 +299,7 @@ class Experts(eqx.Module):
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
         gate, up = moe.split_gate_up(self.gate_up_proj(x, sizes))
-        return self.down_proj(geglu(gate, up), sizes)
+        return self.down_proj(gelu_times(gate, up), sizes)
 
 
 class MoE(eqx.Module):
@@ -353,7 +353,7 @@ class PerLayerInput(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], vectors: Float[Array, "batch seq dim"]
     ) -> Float[Array, "batch seq embed"]:
-        y = self.per_layer_projection(geglu(self.per_layer_input_gate(x), vectors))
+        y = self.per_layer_projection(gelu_times(self.per_layer_input_gate(x), vectors))
         return x + self.post_per_layer_input_norm(y)
 
 

@@ -32,7 +32,6 @@ from zoo.nn.layers import (
     ExpertLinear,
     Float32RMSNorm,
     Linear,
-    plain_product,
     project,
     recomputed,
 )
@@ -140,7 +139,7 @@ class Router(eqx.Module):
         self.bias = jnp.zeros(config.num_local_experts)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        logits = plain_product(kernels.product("...d,ed->...e", x, self.weight))
+        logits = kernels.apart(kernels.product("...d,ed->...e", x, self.weight))
         return logits + spread(self.bias, logits.shape)
 
 

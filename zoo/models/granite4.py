@@ -34,7 +34,7 @@ from zoo.nn.layers import (
     Linear,
     RMSNorm,
     project,
-    swiglu,
+    silu_times,
     times,
 )
 from zoo.nn.mamba2 import Mamba2
@@ -178,7 +178,7 @@ class MLP(eqx.Module):
         self.output_linear = Linear(c.shared_intermediate_size, c.hidden_size, key=out)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.output_linear(swiglu(*jnp.split(self.input_linear(x), 2, axis=-1)))
+        return self.output_linear(silu_times(*jnp.split(self.input_linear(x), 2, axis=-1)))
 
 
 class Experts(eqx.Module):
@@ -191,7 +191,7 @@ class Experts(eqx.Module):
         self.output_linear = ExpertLinear(c.num_local_experts, c.intermediate_size, c.hidden_size, key=out)
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        return self.output_linear(swiglu(*moe.split_gate_up(self.input_linear(x, sizes))), sizes)
+        return self.output_linear(silu_times(*moe.split_gate_up(self.input_linear(x, sizes))), sizes)
 
 
 class MoE(eqx.Module):

@@ -236,7 +236,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
-        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
+        return self.down_proj(swiglu(x, self.gate_proj, self.up_proj))
 
 
 class Experts(eqx.Module):
@@ -251,7 +251,7 @@ class Experts(eqx.Module):
         self.w3 = ExpertLinear(c.num_experts, c.hidden_size, c.moe_intermediate_size, key=up)
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        return self.w2(swiglu(self.w1(x, sizes), self.w3(x, sizes)), sizes)
+        return self.w2(swiglu(x, self.w1, self.w3, sizes), sizes)
 
 
 class MoE(eqx.Module):

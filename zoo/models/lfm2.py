@@ -149,7 +149,7 @@ class MLP(eqx.Module):
         self.w3 = Linear(c.hidden_size, c.width, key=up)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.w2(swiglu(*project(x, self.w1, self.w3)))
+        return self.w2(swiglu(x, self.w1, self.w3))
 
 
 class Block(AbstractDecoderBlock):

@@ -143,9 +143,7 @@ class MLP(eqx.Module):
         self.w3 = linear(hidden, width, key=up)
 
     def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
-        linears: Any = self.w1, self.w3
-        gate, up = [linear(x, *sizes) for linear in linears] if sizes else project(x, *linears)
-        return self.w2(swiglu(gate, up), *sizes)
+        return self.w2(swiglu(x, self.w1, self.w3, *sizes), *sizes)
 
 
 class Router(AbstractBiasedRouter):

@@ -168,9 +168,7 @@ class MLP(eqx.Module):
         self.down_proj = linear(width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "*rows embed"], *sizes: Int[Array, " experts"]) -> Float[Array, "*rows embed"]:
-        linears: Any = self.gate_proj, self.up_proj
-        gate, up = [linear(x, *sizes) for linear in linears] if sizes else project(x, *linears)
-        return self.down_proj(swiglu(gate, up), *sizes)
+        return self.down_proj(swiglu(x, self.gate_proj, self.up_proj, *sizes), *sizes)
 
 
 class MoE(eqx.Module):

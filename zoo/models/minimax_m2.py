@@ -123,7 +123,7 @@ class Experts(eqx.Module):
         self.w3 = ExpertLinear(c.num_local_experts, c.hidden_size, c.intermediate_size, key=up)
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        return self.w2(swiglu(self.w1(x, sizes), self.w3(x, sizes)), sizes)
+        return self.w2(swiglu(x, self.w1, self.w3, sizes), sizes)
 
 
 class MoE(eqx.Module):

@@ -20,7 +20,7 @@ from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import LatentKV
 from zoo.nn.fields import text_config
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, project, swiglu
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
 from zoo.nn.mla import AbstractLatentConfig, LatentAttention
 from zoo.nn.model import AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import InterleavedRotary, YarnScaling, coordinates
@@ -86,7 +86,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(width, hidden, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
+        return self.down_proj(swiglu(x, self.gate_proj, self.up_proj))
 
 
 class MoE(eqx.Module):

@@ -22,7 +22,7 @@ from kernels import Tokens
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
 from zoo.nn.clip import AbstractScalableAttention
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, swiglu
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, silu_times
 from zoo.nn.model import AbstractConfig, AbstractModel, Family, OneOf, Released, causal_keys
 from zoo.nn.rope import LongRopeScaling, Rotary
 from zoo.nn.stack import Caches, Reports, Stack
@@ -157,7 +157,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(swiglu(*jnp.split(self.gate_up_proj(x), 2, axis=-1)))
+        return self.down_proj(silu_times(*jnp.split(self.gate_up_proj(x), 2, axis=-1)))
 
 
 class Block(AbstractDecoderBlock):

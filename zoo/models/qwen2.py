@@ -166,7 +166,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
+        return self.down_proj(swiglu(x, self.gate_proj, self.up_proj))
 
 
 class Block(AbstractDecoderBlock):

@@ -152,7 +152,7 @@ class MLP(eqx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
+        return self.down_proj(swiglu(x, self.gate_proj, self.up_proj))
 
 
 class Experts(eqx.Module):
@@ -167,7 +167,7 @@ class Experts(eqx.Module):
         self.down_proj = ExpertLinear(c.num_experts, c.moe_intermediate_size, c.hidden_size, key=down)
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
-        return self.down_proj(swiglu(self.gate_proj(x, sizes), self.up_proj(x, sizes)), sizes)
+        return self.down_proj(swiglu(x, self.gate_proj, self.up_proj, sizes), sizes)
 
 
 class MoE(eqx.Module):

@@ -16,13 +16,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels.backends.device import device
+from kernels.gated_products import SAVED
 from kernels.mesh import split_lookup
 from kernels.stacked import read
 from kernels.sums import lookup, scaled, spread
 from kernels.tiles import FEW
-
-
-FEW_ROWS = 64  # up to this number of rows, reading a matrix takes most of the time of a product with it
 
 
 class AbstractReadInPlace(eqx.Module):
@@ -74,7 +72,7 @@ class Linear(AbstractLinear):
 
     def biased(self, y: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
         """Adds the bias, if there is one, to the product with the weight."""
-        return y if self.bias is None else plain_product(y) + spread(self.bias, y.shape)
+        return y if self.bias is None else kernels.apart(y) + spread(self.bias, y.shape)
 
     def matrix(self, dtype: DTypeLike) -> Float[Array, "out in"]:
         return read(self.weight).astype(dtype)
@@ -82,16 +80,6 @@ class Linear(AbstractLinear):
     def partition_specs(self, spec: P) -> "Linear":
         placed = eqx.tree_at(lambda m: m.weight, self, spec)
         return placed if self.bias is None else eqx.tree_at(lambda m: m.bias, placed, P(*spec[:1]))
-
-
-def plain_product(y: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
-    """Keeps the product y of few rows apart from what is done with it, on a GPU.
-
-    Otherwise the sum with a bias, or a GELU, becomes a part of cuBLAS's product, and XLA copies the layer's matrix out
-    of the stack.
-    """
-    few = device().platform == "gpu" and y.size <= FEW_ROWS * y.shape[-1]
-    return jax.lax.optimization_barrier(y) if few else y
 
 
 def project(x: Float[Array, "*batch in"], *linears: AbstractLinear) -> tuple[Float[Array, "*batch _"], ...]:
@@ -248,17 +236,41 @@ and read than to compute again. Values and gradients stay as they are. In a laye
 
 
 # The names, for policies of `jax.checkpoint`, of the results of an MLP's first products; `MLP_UP` if there is no gate.
-MLP_GATE, MLP_UP = "mlp_gate", "mlp_up"
+MLP_GATE, MLP_UP = SAVED
 
 
-def swiglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-    """Computes silu(gate) * up (arXiv:2002.05202)."""
+def swiglu(
+    x: Float[Array, "*batch in"], gate: Any, up: Any, *sizes: Int[Array, " experts"]
+) -> Float[Array, "*batch out"]:
+    """Computes silu(gate(x)) * up(x) (arXiv:2002.05202). The maps of experts take the `sizes` of their groups of rows.
+
+    On a GPU one kernel does all of it for a few rows, if the maps are plain (`kernels.gated_products`).
+    """
+    if _are_plain(gate, up):
+        return kernels.gated_products(x, gate.weight, up.weight, _silu_times, *sizes)
+    return silu_times(*_products(x, gate, up, *sizes))
+
+
+def geglu(
+    x: Float[Array, "*batch in"], gate: Any, up: Any, *sizes: Int[Array, " experts"]
+) -> Float[Array, "*batch out"]:
+    """Computes gelu(gate(x)) * up(x) (arXiv:2002.05202), as `swiglu` does, with gelu's approximation by tanh.
+
+    The formula is computed in float32, and rounded once.
+    """
+    if _are_plain(gate, up):
+        return kernels.gated_products(x, gate.weight, up.weight, _gelu_times, *sizes)
+    return gelu_times(*_products(x, gate, up, *sizes))
+
+
+def silu_times(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+    """Computes silu(gate) * up: `swiglu` of products that are there, such as the halves of one."""
     return _silu_times(checkpoint_name(gate, MLP_GATE), checkpoint_name(up, MLP_UP))
 
 
-def geglu(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-    """Computes gelu(gate) * up (arXiv:2002.05202), with gelu's approximation by tanh: in float32, and rounded once."""
-    return _gelu_times(checkpoint_name(plain_product(gate), MLP_GATE), checkpoint_name(up, MLP_UP))
+def gelu_times(gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+    """Computes gelu(gate) * up: `geglu` of products that are there, such as the halves of one."""
+    return _gelu_times(checkpoint_name(kernels.apart(gate), MLP_GATE), checkpoint_name(up, MLP_UP))
 
 
 def gelu(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
@@ -297,6 +309,14 @@ def _silu_times(gate: Array, up: Array) -> Array:
 def _gelu_times(gate: Array, up: Array) -> Array:
     exact = lambda a: a.astype(jnp.float32)
     return (jax.nn.gelu(exact(gate), approximate=True) * exact(up)).astype(gate.dtype)
+
+
+def _are_plain(*maps: Any) -> bool:
+    return all(type(each) in (Linear, ExpertLinear) and each.bias is None for each in maps)
+
+
+def _products(x: Array, gate: Any, up: Any, *sizes: Array) -> Any:
+    return (gate(x, *sizes), up(x, *sizes)) if sizes else project(x, gate, up)
 
 
 @functools.partial(recomputed, static_argnums=1)

@@ -21,7 +21,7 @@ from kernels.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR
 from kernels.stacked import Stacked, read
 from kernels.sums import largest, permuted, scaled
 from kernels.top_k.shared import Best, Score, best, scores_of
-from zoo.nn.layers import AbstractExpertLinear, ExpertLinear, swiglu
+from zoo.nn.layers import AbstractExpertLinear, ExpertLinear, silu_times
 
 
 # The rows of an exchange's buffers for each device, over the rows that it is sent if all devices are sent equally many.
@@ -173,7 +173,7 @@ class GatedExperts(eqx.Module):
 
     def __call__(self, x: Float[Array, "rows embed"], sizes: Int[Array, " experts"]) -> Float[Array, "rows embed"]:
         gate, up = split_gate_up(self.gate_up_proj(x, sizes))
-        return self.down_proj(swiglu(gate, up), sizes)
+        return self.down_proj(silu_times(gate, up), sizes)
 
 
 def _dispatch(experts: Experts, x: Array, chosen: Array, weights: Array, *, devices: int) -> Array:

@@ -20,7 +20,7 @@ from kernels.backends.device import device
 from kernels.top_k.shared import Best, Score
 from zoo.nn.block import AbstractBlock, AbstractSharingBlock, Report, Shared
 from zoo.nn.cache import AbstractCache
-from zoo.nn.layers import FEW_ROWS, AbstractExpertLinear, AbstractReadInPlace, Float32, recomputed
+from zoo.nn.layers import AbstractExpertLinear, AbstractReadInPlace, Float32, recomputed
 from zoo.nn.model import AbstractModel
 from zoo.nn.moe import Routing, choose, given_experts
 from zoo.nn.stack import Reports, Stack
@@ -213,7 +213,7 @@ def _in_float32(
 
 @recomputed
 def _float32_product(x: Array, weight: Array) -> Array:
-    few = device().platform == "gpu" and x.size <= FEW_ROWS * x.shape[-1]
+    few = device().platform == "gpu" and x.size <= kernels.FEW_ROWS * x.shape[-1]
     if few and x.dtype == weight.dtype:  # the same sums in one kernel, without copies in float32
         return jnp.einsum("...d,ed->...e", x, weight, preferred_element_type=jnp.float32)
     return kernels.product("...d,ed->...e", x.astype(jnp.float32), weight.astype(jnp.float32))

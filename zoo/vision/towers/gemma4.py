@@ -248,7 +248,7 @@ class MLP(eqx.Module):
         self.down_proj = ClippedLinear(c.intermediate_size, c.hidden_size, c.use_clipped_linears, key=down)
 
     def __call__(self, x: Float[Array, "pictures patches embed"]) -> Float[Array, "pictures patches embed"]:
-        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(geglu(x, self.gate_proj, self.up_proj))
 
 
 class Block(AbstractBlock):
