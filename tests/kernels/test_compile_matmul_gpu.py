@@ -67,6 +67,27 @@ def by_head(heads, nope, v, features, *, to_latent, rows=8, latent=512, card="h2
     return Case(function, (x, array(3, heads * (nope + v), latent)), (), 1_000, card)
 
 
+def silu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def gelu(gate, up):
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def gated(rows, ins, outs, experts=None, *, formula=silu, card="h200", temporary=0):
+    """Returns a case of a gated MLP's hidden layer, of all rows or of each expert's, with a layer of stacks of three."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def function(x, gate, up, sizes):
+        matrices = (Stacked(stack, jnp.array(1)) for stack in (gate, up))
+        return kernels.gated_products(x, *matrices, formula, sizes, implementation="triton")
+
+    matrix = array(3, *([experts] if experts else []), outs, ins)
+    sizes = jax.ShapeDtypeStruct((experts,), jnp.int32) if experts else None
+    return Case(function, (array(rows, ins), matrix, matrix, sizes), (), temporary, card)
+
+
 def written(*shape, rows=8, heads=8, dim=128):
     """Returns a case of one token's keys and values of each row, written into caches of three layers."""
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
@@ -107,6 +128,15 @@ CASES = {
     "together, edges": together(1, 2880, 4096, 520, 40),
     "together, gate and up, an A100": together(16, 4096, 12288, 12288, card="a100"),
     "together, gate and up, an RTX 4090": together(16, 4096, 12288, 12288, card="4090"),
+    "gated, Qwen3 8B": gated(16, 4096, 12288),
+    "gated, the shared expert of DeepSeek V3": gated(8, 7168, 2048),
+    "gated, Gemma 3 12B": gated(8, 3840, 15360, formula=gelu),
+    "gated, edges": gated(1, 2880, 2900),
+    "gated, an A100": gated(16, 4096, 12288, card="a100"),
+    "gated, an RTX 4090": gated(16, 4096, 12288, formula=gelu, card="4090"),
+    "gated, experts of DeepSeek V3": gated(64, 7168, 2048, 256),
+    "gated, experts of Qwen3 30B A3B": gated(256, 2048, 768, 128),
+    "gated, experts of Mixtral, an RTX 4090": gated(16, 4096, 14336, 8, card="4090"),
     "by head, to latents, DeepSeek V3": by_head(128, 128, 128, 192, to_latent=True),
     "by head, from latents, DeepSeek V3": by_head(128, 128, 128, 192, to_latent=False, rows=16),
     "by head, to latents, GLM-4.7-Flash": by_head(20, 192, 256, 256, to_latent=True),
