@@ -186,6 +186,31 @@ class Experts(Grouped):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Gated(Grouped):
+    """The hidden layer of a SwiGLU for a few rows, as in decoding: of one MLP, or of several experts."""
+
+    groups: int = 0  # 0: one MLP for all rows
+    operation = "gated_products"
+    in_jax = ("two products",)
+    in_torch = ()
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return ("forward",)
+
+    def flops(self, which: str) -> float:
+        return 2 * super().flops(which)
+
+    def bytes(self) -> float | None:
+        read = np.count_nonzero(self.group_sizes()) if self.groups else 1
+        return 4.0 * read * self.ins * self.outs
+
+    def tiny(self) -> Self:
+        groups = min(self.groups, 4)
+        return dataclasses.replace(self, rows=8, groups=groups, ins=32, outs=16, sets=min(self.sets, 2))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantized(Case):
     """A product with an 8-bit matrix. With `training`, it is quantised on the fly, like gradients."""
 
@@ -287,6 +312,8 @@ CASES: tuple[Case, ...] = (
     Quantized(name="fp8 blocks 8192^3", dtype="fp8", granularity="block"),
     CrossEntropy(name="cross-entropy of 152k words, 32k tokens"),
     Decode(name="decode Llama 3 8B, 16 x 32k"),
+    Gated(name="gate and up of Qwen3-8B, 8 rows", rows=8, ins=4096, outs=12_288, sets=4),
+    Gated(name="gate and up of Qwen3-30B-A3B, 64 rows", rows=64, sets=2, **QWEN3_30B),
     DeltaRule(name="states of Qwen3.5-35B-A3B T8k"),
     DeltaRule(name="states of Kimi Linear T8k", heads=32, by_channel=True),
     DeltaRule(name="states of Nemotron 3 Nano T8k", heads=8, v_heads=64, v_dim=64, erase=False),
@@ -312,6 +339,8 @@ CASES: tuple[Case, ...] = (
     Grouped(name="DeepSeek V3 up", rows=65_536, groups=256, ins=7168, outs=2048),
     Grouped(name="Qwen3-30B-A3B up, int8, 64 tokens", rows=512, int8=True, **QWEN3_30B),
     Grouped(name="DeepSeek V3 up, int8, 256 tokens", rows=2048, groups=256, ins=7168, outs=2048, int8=True),
+    Gated(name="gate and up of DeepSeek V3's shared expert, 8 rows", rows=8, ins=7168, outs=2048, sets=16),
+    Gated(name="gate and up of DeepSeek V3, 64 rows", rows=64, groups=256, ins=7168, outs=2048),
     Quantized(name="fp8 tensor 8192^3", dtype="fp8", granularity="tensor"),
     Quantized(name="fp8 channels 8192^3", dtype="fp8", granularity="channel"),
     Quantized(name="int8 channels 8192^3", dtype="int8", granularity="channel"),

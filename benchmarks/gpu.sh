@@ -23,7 +23,7 @@ fi
 
 # Errors first (a wrong kernel is not timed), then what each decision needs; see benchmarks/README.md.
 ATTENTION=("bf16 matmul*" "causal D128 T8k" "causal D64 T8k" "causal D256 T8k" "Llama 3 8B T4k" "8 documents*" "gpt-oss local*" "DeepSeek V3 T4k")
-REST=("Qwen3-30B-A3B *" "fp8 blocks 8192*" "fp8 tensor 8192^3" "cross-entropy*" "decode*" "states*" "int8 matrix*")
+REST=("Qwen3-30B-A3B *" "fp8 blocks 8192*" "fp8 tensor 8192^3" "cross-entropy*" "decode*" "gate and up*" "states*" "int8 matrix*")
 TUNED=("8 documents D128 T8k" "Qwen3-30B-A3B up" "Qwen3-30B-A3B down")
 
 run() {
@@ -59,7 +59,7 @@ for part in "${parts[@]}"; do
         run kernels-attention $python -m benchmarks.kernels --only "${ATTENTION[@]}" --by triton mosaic cudnn xla \
             "jax.nn*" "torch cudnn" jnp torch --regions 5 --seconds 280 --out "$out/attention" "${rehearse[@]}"
         run kernels-rest $python -m benchmarks.kernels --only "bf16 matmul*" "${REST[@]}" --by "triton*" mosaic xla "lax*" \
-            "torch g*" "torch fla" "torch mamba_ssm" "whole*" jnp torch --regions 5 --seconds 220 --out "$out/rest" "${rehearse[@]}"
+            "torch g*" "torch fla" "torch mamba_ssm" "whole*" "two*" jnp torch --regions 5 --seconds 220 --out "$out/rest" "${rehearse[@]}"
         ;;
     profile)
         run profile $python -m benchmarks.profile --only llama3.2-3b --out "$out" "${rehearse[@]}"

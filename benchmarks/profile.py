@@ -25,9 +25,9 @@ MODELS = (MIDDLE, EXPERTS, LORA, SMALL)
 
 # Kinds of kernels, by the first pattern that matches the name. cuBLAS calls its kernels nvjet, cutlass or xmma.
 KINDS = {
-    "products": r"gemm|cublas|cutlass|nvjet|xmma|cudnn.*matmul|^dot|dot_fusion|ynn_",
     "attention": r"attention|flash|fmha|sdpa|dkv|^dq",
     "grouped products": r"ragged|matrices|grouped|sums_of_products",
+    "products": r"gemm|cublas|cutlass|nvjet|xmma|cudnn.*matmul|^dot|dot_fusion|ynn_|products",
     "collectives": r"nccl|all-?reduce|all-?gather|reduce-?scatter|all-?to-?all|collective|permute_",
     "scatters": r"scatter",
     "sorts": r"sort|top_?k",

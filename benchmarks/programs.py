@@ -178,6 +178,29 @@ class Experts(Grouped):
         return lambda x, gate, up, down, sizes: dot(jax.nn.silu(dot(x, gate, sizes)) * dot(x, up, sizes), down, sizes)
 
 
+class Gated(Grouped):
+    def arguments(self, key: jax.Array) -> Arrays:
+        c, keys = self.case, jax.random.split(key, 3)
+        shape = (*([c.groups] if c.groups else []), c.outs, c.ins)
+        gate, up = (jax.random.normal(key, shape, jnp.bfloat16) * c.ins**-0.5 for key in keys[:2])
+        sizes = [jnp.asarray(c.group_sizes())] if c.groups else []
+        return jax.random.normal(keys[2], (c.rows, c.ins), jnp.bfloat16), gate, up, *sizes
+
+    def function(self, name: str | None) -> Callable[..., Any]:
+        formula = lambda gate, up: jax.nn.silu(gate) * up
+        if name != "two products":
+            return lambda *arrays: kernels.gated_products(*arrays[:3], formula, *arrays[3:], implementation=name)
+        one, several = (lambda x, w: x @ w.T), self.product("lax.ragged_dot")
+        product = several if self.case.groups else one
+        return lambda x, gate, up, *sizes: formula(product(x, gate, *sizes), product(x, up, *sizes))
+
+    def part(self, arguments: Arrays) -> Arrays:
+        return super().part(arguments) if self.case.groups else arguments
+
+    def part_of_output(self, out: Any) -> Any:
+        return super().part_of_output(out) if self.case.groups else out
+
+
 class Quantized(Program):
     gradients = types.MappingProxyType({"all": (0, 1)})
     checked = (0, 1)

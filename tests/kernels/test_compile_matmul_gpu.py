@@ -76,7 +76,7 @@ def gelu(gate, up):
 
 
 def gated(rows, ins, outs, experts=None, *, formula=silu, card="h200", temporary=0):
-    """Returns a case of a gated MLP's hidden layer, of all rows or of each expert's, with a layer of stacks of three."""
+    """Returns a case of a gated MLP's hidden layer, or of experts', with the second layer's matrices of three."""
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     def function(x, gate, up, sizes):

@@ -73,10 +73,7 @@ def test_products_by_head(to_latent, implementation):
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("sizes", [None, (3, 0, 17, 2)], ids=["rows", "groups"])
 def test_gated_products(sizes, implementation):
-    """More than a tile for a group, a group without rows, and rows without a group, which yield zeros whatever they have.
-
-    In the float32 of the formula, products are rounded to bfloat16 and the result once.
-    """
+    """A group has more than a tile's rows and one has none. Rows without a group yield zeros, whatever they hold."""
     gate, up = (normal(2, *([4] if sizes else []), 70, 72, seed=seed) for seed in (1, 2))
     gate, up = (0.1 * w.astype(np.float32) for w in (gate, up))
     gate, up = (w.astype(ml_dtypes.bfloat16) for w in (gate, up))
