@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.zoo.programs import POSITIONS, SEGMENTS, STACKS, TOKENS
-from zoo.nn.layers import Embedding, LayerNorm, Linear, erf_gelu, geglu, gelu
+from zoo.nn.layers import Embedding, LayerNorm, Linear, erf_gelu, gelu, gelu_times
 from zoo.surgery import cast, modules
 
 
@@ -117,7 +117,7 @@ def test_norms_and_gelus_are_rounded_once(of_gate):
 
     def ours(x, up, weight, bias):
         layer = eqx.tree_at(lambda m: (m.weight, m.bias), norm, (weight, bias))
-        return (geglu(x, up), gelu(x)) if of_gate else (layer(x), erf_gelu(x))
+        return (gelu_times(x, up), gelu(x)) if of_gate else (layer(x), erf_gelu(x))
 
     def run(both, *given):
         out, gradient = jax.vjp(both, *given)
