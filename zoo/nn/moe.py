@@ -21,7 +21,7 @@ from kernels.mesh import CONTEXT, EXPERT, FSDP, REPLICA, TENSOR
 from kernels.stacked import Stacked, read
 from kernels.sums import largest, permuted, scaled
 from kernels.top_k.shared import Best, Score, best, scores_of
-from zoo.nn.layers import AbstractExpertLinear, ExpertLinear, swiglu
+from zoo.nn.layers import AbstractExpertLinear, ExpertLinear, plain_product, swiglu
 
 
 # The rows of an exchange's buffers for each device, over the rows that it is sent if all devices are sent equally many.
@@ -86,6 +86,17 @@ def dispatch(
     )(arrays, padding(x), padding(chosen, "edge"), padding(weights))
     # Added outside of the shard_map, where XLA chooses between an all-reduce and a reduce-scatter.
     return jax.lax.reduce_sum(parts, axes=(0,))[: len(x)]
+
+
+def with_shared(
+    y: Float[Array, "batch seq embed"], shared: Float[Array, "batch seq embed"]
+) -> Float[Array, "batch seq embed"]:
+    """Adds the outputs of the shared experts to those of the chosen ones, which `dispatch` returns.
+
+    Where a GPU decodes, this sum and the one with the residual are a part of the kernel that sums up the chosen experts'
+    outputs. Otherwise it is a part of cuBLAS's product for the shared experts, and the residual takes one more kernel.
+    """
+    return y + plain_product(shared)
 
 
 def top_k(
