@@ -25,7 +25,7 @@ from kernels.sums import pick, scaled
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
 from zoo.nn.cache import KV, WindowKV, init_kv
-from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, project, rms_normalized, swiglu
+from zoo.nn.layers import AbstractLinear, Embedding, Linear, RMSNorm, plain_product, project, rms_normalized, swiglu
 from zoo.nn.model import AbstractMixtureConfig, AbstractVisionModel, Family, Images, OneOf, Released
 from zoo.nn.rope import InterleavedRotary, Llama3Scaling, RopeScaling, coordinates
 from zoo.nn.routing import Router
@@ -227,7 +227,7 @@ class MoE(eqx.Module):
         scores = jax.nn.sigmoid(logits.astype(jnp.float32))
         chosen = moe.choose(logits, self.top_k).indices
         weights = pick(scores, chosen).astype(x.dtype)
-        y = self.shared_expert(x)
+        y = plain_product(self.shared_expert(x))  # see `moe.with_shared`
         for i in range(self.top_k):  # weights scale the experts' inputs, so each choice has its own rows
             choice = chosen[..., i : i + 1]
             rows, ones = scaled(x, weights[..., i : i + 1]), jnp.ones_like(choice, x.dtype)
