@@ -135,7 +135,7 @@ class MoE(eqx.Module):
         chosen = moe.choose(scores, c.num_experts_per_tok).indices
         weights = (c.routed_scaling_factor * pick(probability, chosen)).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
-        return y + self.shared_experts(x), moe.Routing.of(logits, probability, chosen, segments)
+        return moe.with_shared(y, self.shared_experts(x)), moe.Routing.of(logits, probability, chosen, segments)
 
 
 class Block(AbstractDecoderBlock):

@@ -157,7 +157,7 @@ class MoE(eqx.Module):
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
         routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
-        return y + self.shared_experts(x), routing
+        return moe.with_shared(y, self.shared_experts(x)), routing
 
 
 class Block(AbstractDecoderBlock):

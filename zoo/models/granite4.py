@@ -265,7 +265,7 @@ class Block(AbstractDecoderBlock):
         y = self.shared_mlp(normed)
         if self.block_sparse_moe is not None:
             chosen, routing = self.block_sparse_moe(normed, at.segments)
-            y = chosen + y
+            y = moe.with_shared(chosen, y)
         return x + times(y, self.residual_multiplier), cache, routing
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> AbstractCache:

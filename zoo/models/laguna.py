@@ -250,7 +250,7 @@ class MoE(eqx.Module):
         weights = c.moe_routed_scaling_factor * weights / kernels.total(weights)
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)
         routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
-        return y + self.shared_expert(x), routing
+        return moe.with_shared(y, self.shared_expert(x)), routing
 
 
 class Block(AbstractDecoderBlock):

@@ -227,7 +227,7 @@ class MoE(eqx.Module):
         scores = jax.nn.sigmoid(logits.astype(jnp.float32))
         chosen = moe.choose(logits, self.top_k).indices
         weights = pick(scores, chosen).astype(x.dtype)
-        y = self.shared_expert(x)
+        y = kernels.apart(self.shared_expert(x))  # see `moe.with_shared`
         for i in range(self.top_k):  # weights scale the experts' inputs, so each choice has its own rows
             choice = chosen[..., i : i + 1]
             rows, ones = scaled(x, weights[..., i : i + 1]), jnp.ones_like(choice, x.dtype)

@@ -112,7 +112,7 @@ class MoE(eqx.Module):
         )
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
-        return y + self.shared_experts(x), moe.Routing.of(logits, scores, chosen, segments)
+        return moe.with_shared(y, self.shared_experts(x)), moe.Routing.of(logits, scores, chosen, segments)
 
 
 class Block(AbstractDecoderBlock):

@@ -242,7 +242,7 @@ class MoE(eqx.Module):
         y = moe.dispatch(self.experts, y, chosen, weights, lambda experts: experts.down_proj)
         y = y if self.fc2_latent_proj is None else self.fc2_latent_proj(y)
         routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
-        return y + self.shared_experts(x), routing
+        return moe.with_shared(y, self.shared_experts(x)), routing
 
 
 class Block(AbstractDecoderBlock):

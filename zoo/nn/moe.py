@@ -88,6 +88,17 @@ def dispatch(
     return jax.lax.reduce_sum(parts, axes=(0,))[: len(x)]
 
 
+def with_shared(
+    y: Float[Array, "batch seq embed"], shared: Float[Array, "batch seq embed"]
+) -> Float[Array, "batch seq embed"]:
+    """Adds the outputs of the shared experts to those of the chosen ones, which `dispatch` returns.
+
+    Where a GPU decodes, this sum and the one with the residual are a part of the kernel that sums up the chosen experts'
+    outputs. Otherwise it is a part of cuBLAS's product for the shared experts, and the residual takes one more kernel.
+    """
+    return y + kernels.apart(shared)
+
+
 def top_k(
     scores: Float[Array, "batch seq *groups options"], k: int
 ) -> tuple[Float[Array, "batch seq *groups k"], Int[Array, "batch seq *groups k"]]:
