@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import re
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from train.base import runfile
 from train.base.chips import Chip, fleet, size_of
 from train.methods.texts import Text, packing, rows_of
 from train.planning import planner
-from train.planning.ahead import Program, abstract_frozen, parts_of, training
+from train.planning.ahead import Pieces, Program, abstract_frozen, parts_of, training
 from train.planning.hlo import by_axis
 from train.planning.planner import Options, Plan, Sampled, gb, suggestion
 from train.run import finetune
@@ -94,9 +95,13 @@ def rows_of_completions(options: Options, config: AbstractConfig, family: Family
     texts = list(itertools.chain(*groups))[: options.batch]
     count = rows_of(len(texts), math.prod(mesh.shape[axis] for axis in BATCH) * options.microbatches)
     places = packing(texts, count, branches=not reads_in_order(skeleton(family, config)))
-    again = sum(len(members) - 1 for documents in places.table for members in documents.values())
-    packed = ((len(texts), options.seq), (-again, prompt - 1))
-    return dict(batch=count, seq=places.length, texts=packed, branches=places.branches)
+    numbers: Counter[tuple[int, int]] = Counter()
+    for members in itertools.chain(*(documents.values() for documents in places.table)):
+        trunk = places.trunk(members)
+        numbers[0, trunk] += trunk > 0
+        numbers[trunk, options.seq] += len(members)
+    pieces = tuple(Pieces(number, *ends) for ends, number in numbers.items() if number)
+    return dict(batch=count, seq=places.length, pieces=pieces, branches=places.branches)
 
 
 def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:

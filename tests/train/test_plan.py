@@ -29,7 +29,7 @@ from train import plan as script
 from train.base.chips import CHIPS, chip_of, fleet, ring_rate, size_of, slice_of, slowest_link, target
 from train.methods.texts import Text, packed
 from train.planning import ahead, breakdown, fit, hlo, planner, sampling
-from train.planning.ahead import Compiled, Program, Rows, TooLarge, compile_ahead, training
+from train.planning.ahead import Compiled, Pieces, Program, Rows, TooLarge, compile_ahead, training
 from train.planning.breakdown import Part
 from train.planning.planner import Options, suggestion
 from train.run import defaults
@@ -472,7 +472,9 @@ def test_an_update_of_completions(config, new, branches):
     shapes = lambda batch: {name: (a.shape, a.dtype, a.sharding) for name, a in batch.items()}
     assert shapes(planned.kinds["batch"]) == shapes(rows)
     segments, branch = (np.array(rows.get(name, rows["segments"])) for name in ("segments", "branches"))
-    assert planned.rows.tokens == (segments != 0).sum()
+    beginnings = ((branch == 0) & (segments != 0)).sum() // (63 - new)
+    pieces = ((beginnings, 0, 63 - new), (20, 63 - new, 63)) if branches else ((20, 0, 63),)
+    assert planned.rows.pieces == pieces and planned.rows.tokens == (segments != 0).sum()
     before = np.tril(np.ones(2 * segments.shape[1:], bool))
     same = lambda ids: ids[:, :, None] == ids[:, None]
     seen = before & same(segments) & (segments != 0)[..., None]
@@ -855,7 +857,7 @@ def test_candidates_on_nodes():
 
     def seconds(text, devices=devices, **changes):
         held, changed = {"parameters": 5_000_000_000}, o.changed(**changes)
-        rows = Rows(changed.batch, changed.seq, ((changed.batch, changed.seq),))
+        rows = Rows(changed.batch, changed.seq, (Pieces(changed.batch, 0, changed.seq),))
         return planner._seconds(changed, rows, held, model, CHIPS["h100"], make_mesh(text, devices))
 
     whole, near, *of_experts = map(seconds, sizes)

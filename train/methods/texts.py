@@ -76,7 +76,7 @@ def packed(
             f"{len(texts)} texts do not fit {rows} rows of at most {TEXTS}: conversations were split into too many "
             "parts; take a chat template that does not rewrite its past, or fewer --turns."
         )
-    table, beginnings, seq_len = places = packing(texts, rows, branches=branches)
+    table, _, seq_len = places = packing(texts, rows, branches=branches)
     arrays = padding_rows(rows, seq_len)
     if places.branches:
         arrays["branches"] = np.zeros((rows, seq_len), np.int32)
@@ -87,8 +87,8 @@ def packed(
     arrays_of = list(map(_arrays_of, texts))
     for row, documents in enumerate(table):
         end, branch = 0, 0
-        for segment, (of, members) in enumerate(documents.items(), 1):
-            trunk = beginnings[of].length if len(members) > 1 else 0
+        for segment, members in enumerate(documents.values(), 1):
+            trunk = places.trunk(members)
             pieces = [
                 (members[0], 0, 0, trunk),
                 *((n, branch + i, trunk, _length(texts[n])) for i, n in enumerate(members, 1)),
@@ -125,6 +125,10 @@ class Packing(NamedTuple):
     def branches(self) -> bool:
         """Whether texts of a row that begin alike are branches of one document."""
         return any(beginning.length for beginning in self.beginnings)
+
+    def trunk(self, members: Sequence[int]) -> int:
+        """Counts the first tokens of a row's texts with one beginning that the row has once, if there are several."""
+        return self.beginnings[members[0]].length if len(members) > 1 else 0
 
 
 def packing(texts: Sequence[Text], rows: int, *, branches: bool) -> Packing:
