@@ -31,11 +31,10 @@ from train.planning.hlo import by_axis
 from train.planning.planner import Options, Plan, Sampled, gb, suggestion
 from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
-from train.state.mesh import reads_in_order
+from train.state.mesh import abstract_model, reads_in_order
 from zoo.nn.heads import ClassificationHead, RewardHead
-from zoo.nn.model import AbstractConfig, Family
+from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.registry import family_of
-from zoo.weights.checkpoint import skeleton
 from zoo.weights.heads import described
 
 
@@ -84,7 +83,7 @@ def script(options: Options, config: AbstractConfig) -> finetune.FineTuningOptio
     )
 
 
-def rows_of_completions(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -> dict[str, Any]:
+def rows_of_completions(options: Options, model: AbstractModel, mesh: Mesh) -> dict[str, Any]:
     """Returns the arguments of `train.planning.ahead.training` for the rows in which `train.grpo` packs an update.
 
     All completions have as many tokens, and so have all prompts.
@@ -94,7 +93,7 @@ def rows_of_completions(options: Options, config: AbstractConfig, family: Family
     groups = [[of_prompt(n)] * options.group for n in range(math.ceil(options.batch / options.group))]
     texts = list(itertools.chain(*groups))[: options.batch]
     count = rows_of(len(texts), math.prod(mesh.shape[axis] for axis in BATCH) * options.microbatches)
-    places = packing(texts, count, branches=not reads_in_order(skeleton(family, config)))
+    places = packing(texts, count, branches=not reads_in_order(model))
     numbers: Counter[tuple[int, int]] = Counter()
     for members in itertools.chain(*(documents.values() for documents in places.table)):
         trunk = places.trunk(members)
@@ -107,15 +106,14 @@ def rows_of_completions(options: Options, config: AbstractConfig, family: Family
 def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:
     """Makes the training step of the plan's options."""
     run, more, reference, head, microbatches = script(options, config), (), None, None, options.microbatches
-    rows: dict[str, Any] = dict(batch=options.batch, seq=options.seq)
-    whole = functools.partial(abstract_frozen, config, family, mesh, quantize="none", parts=parts_of(options.images))
+    parts = parts_of(options.images)
+    whole = functools.partial(abstract_frozen, config, family, mesh, quantize="none", parts=parts)
     match run:
         case dpo.DPOOptions():
             objective = functools.partial(dpo.objective, options=run)
             reference = None if options.lora.rank else whole()
         case grpo.GRPOOptions():
             objective, more = functools.partial(grpo.objective, options=run), ("advantages", "old")
-            rows = rows_of_completions(options, config, family, mesh)
             reference = whole() if options.kl and not options.lora.rank else None
         case distill.DistillOptions():
             objective, other = functools.partial(distill.objective, options=run), zoo.inspect(options.teacher)
@@ -133,10 +131,18 @@ def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -
             head, microbatches = described("embedding", {}, config), 1
         case _:
             raise AssertionError(f"METHODS has {options.method}, and here it is missing.")
+    if run.lora.rank:
+        how: Any = dict(quantize=options.quantize, adapters=run.lora, parts=parts, head=head)
+        model = abstract_frozen(config, family, mesh, **how)
+    else:
+        model = abstract_model(config, family, mesh, parts, head)
+    rows: dict[str, Any] = dict(batch=options.batch, seq=options.seq)
+    if options.method == "grpo":
+        rows = rows_of_completions(options, model, mesh)
     program = training(
-        config, family, mesh, **rows, quantize=options.quantize, images=options.images, patches=options.patches,
-        remat=options.remat, microbatches=microbatches, optimization=run.optim, kept=run.state, adapters=run.lora,
-        objective=objective, head=head, reference=reference, more=more,
+        model, mesh, **rows, images=options.images, patches=options.patches, remat=options.remat,
+        microbatches=microbatches, optimization=run.optim, kept=run.state, objective=objective, reference=reference,
+        more=more,
     )  # fmt: skip
     if options.judge:
         other = zoo.inspect(options.judge)

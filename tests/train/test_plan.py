@@ -235,7 +235,8 @@ def wide(text, devices):
         num_key_value_heads=8, head_dim=32, max_position_embeddings=256, max_window_layers=8,
     )  # fmt: skip
     mesh = make_mesh(text, devices)
-    return mesh, training(config, qwen3.FAMILY, mesh, batch=16, seq=256, remat="full", microbatches=1)
+    model = abstract_model(config, qwen3.FAMILY, mesh)
+    return mesh, training(model, mesh, batch=16, seq=256, remat="full", microbatches=1)
 
 
 def compiled(mesh, program):
@@ -283,7 +284,8 @@ def test_gradients_are_scattered_over_replicas(tmp_path):
         zoo.config("qwen3-30b-a3b"), vocab_size=512, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
     )  # fmt: skip
-    step = training(config, planner.family_of(config), mesh, batch=8, seq=48, remat="none", microbatches=1)
+    model = abstract_model(config, planner.family_of(config), mesh)
+    step = training(model, mesh, batch=8, seq=48, remat="none", microbatches=1)
     least = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # a program that is kept would not be dumped
     with jax.set_mesh(mesh):
@@ -463,7 +465,10 @@ def test_an_update_of_completions(config, new, branches):
     """Its rows are those that `train.grpo` packs, with the prompts of groups once where that saves enough."""
     o = TINY.changed(method="grpo", batch=20, seq=63, max_new_tokens=new, group=8, mesh="fsdp=2")
     mesh = make_mesh("fsdp=2", jax.devices()[:2])
-    planned = script.step(o, config, planner.family_of(config), mesh)
+    family, made = planner.family_of(config), []
+    counting = dataclasses.replace(family, Model=lambda *a, **k: made.append(a) or family.Model(*a, **k))
+    planned = script.step(o, config, counting, mesh)
+    assert len(made) == 1, "the model's shapes are made once"
     texts = [
         Text([7 + n // 8] * (64 - new) + [*range(new)], [None] * (64 - new) + [-1.0] * new, 1.0) for n in range(20)
     ]

@@ -19,7 +19,7 @@ from kernels.mesh import BATCH, EXPERT
 from train.base.places import explicit, forgotten
 from train.planning.breakdown import Kernel, kernels
 from train.planning.hlo import Collective, activations, collectives
-from train.state.mesh import abstract_model, keeps_order, token_sharding
+from train.state.mesh import keeps_order, token_sharding
 from train.state.offload import is_on_host
 from train.state.optim import OptimizerOptions, make_optimizer
 from train.state.remat import remat_of
@@ -117,8 +117,7 @@ class TooLarge(Exception):
 
 
 def training(
-    config: AbstractConfig,
-    family: Family,
+    model: AbstractModel,
     mesh: Mesh,
     *,
     batch: int,
@@ -127,37 +126,28 @@ def training(
     microbatches: int,
     optimization: OptimizerOptions = USUAL,
     kept: StateOptions = StateOptions(),  # noqa: B008 (is frozen)
-    adapters: Lora = NONE,
-    quantize: Literal["none"] | Format = "none",
     images: int = 0,
     patches: int = 1024,
     objective: Objective = cross_entropy,
-    head: AbstractHead | None = None,
     reference: Any = None,
     more: Sequence[str] = (),
     pieces: tuple[Pieces, ...] | None = None,
     branches: bool = False,
 ) -> Program:
-    """Makes the step of `train.run.loop`, with products in bfloat16. If `adapters` has a rank, only they are trained.
+    """Makes the step of `train.run.loop`, with products in bfloat16. If the model has adapters, only they are trained.
 
     Args:
+        model: shapes with their places, of `train.state.mesh.abstract_model` or `abstract_frozen`.
         batch: number of rows.
         seq: number of tokens of a row.
-        images: number of images in a row; above 0 the model has its vision tower.
+        images: number of images in a row; above 0 the model must have its vision tower.
         patches: number of patches of an image, if the tower takes images of any shape.
-        head: stands in the place of the output embeddings.
         reference: shapes of another model that the objective gets.
         more: names of float32 arrays that the objective reads from a batch, beside the usual ones.
         pieces: those of all rows' texts. None: each row is a text.
         branches: whether texts of a row are branches of documents (`kernels.Tokens`).
     """
-    transform, schedule = make_optimizer(optimization)
-    if adapters.rank:
-        model = abstract_frozen(
-            config, family, mesh, quantize=quantize, adapters=adapters, parts=parts_of(images), head=head
-        )
-    else:
-        model = abstract_model(config, family, mesh, parts_of(images), head)
+    config, (transform, schedule) = model.config, make_optimizer(optimization)
     trained, frozen_weights = lora.split(model)
     state = abstract_state(trained, transform, kept)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
