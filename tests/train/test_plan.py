@@ -415,7 +415,7 @@ def test_preferences(config, monkeypatch):
     assert (
         pairs.bounds["compute"] == rewarded.bounds["compute"] == pytest.approx(1.25 * whole.bounds["compute"], rel=0.02)
     )
-    assert rewarded.kinds["batch"] == whole.kinds["batch"] * 8 / 4  # plus advantages, old, positions, branches
+    assert rewarded.kinds["batch"] == whole.kinds["batch"] * 6 / 4  # plus advantages and old
     with pytest.raises(ValueError, match="--decode plans no training: leave out --method dpo"):
         planned(method="dpo", decode=True)
     with pytest.raises(ValueError, match="leave out --images or --method grpo"):
@@ -460,25 +460,24 @@ def test_heads(config, monkeypatch):
             planned(**changes)
 
 
-@pytest.mark.parametrize(("new", "branches"), [(24, True), (60, False)])
-def test_an_update_of_completions(config, new, branches):
+@pytest.mark.parametrize(("new", "batch", "branches"), [(24, 20, True), (60, 20, False), (24, 2, False)])
+def test_an_update_of_completions(config, new, batch, branches):
     """Its rows are those that `train.grpo` packs, with the prompts of groups once where that saves enough."""
-    o = TINY.changed(method="grpo", batch=20, seq=63, max_new_tokens=new, group=8, mesh="fsdp=2")
+    o = TINY.changed(method="grpo", batch=batch, seq=63, max_new_tokens=new, group=8, mesh="fsdp=2")
     mesh = make_mesh("fsdp=2", jax.devices()[:2])
     family, made = planner.family_of(config), []
     counting = dataclasses.replace(family, Model=lambda *a, **k: made.append(a) or family.Model(*a, **k))
     planned = script.step(o, config, counting, mesh)
     assert len(made) == 1, "the model's shapes are made once"
-    texts = [
-        Text([7 + n // 8] * (64 - new) + [*range(new)], [None] * (64 - new) + [-1.0] * new, 1.0) for n in range(20)
-    ]
+    begun = lambda n: [7 + n // 8] * (64 - new)
+    texts = [Text([*begun(n), *range(new)], [None] * (64 - new) + [-1.0] * new, 1.0) for n in range(batch)]
     rows = put_batch(packed(texts, 2, zoo.tokenizer("tiny"), branches=True), mesh)
     assert ("branches" in rows) == planned.rows.branches == branches
     shapes = lambda batch: {name: (a.shape, a.dtype, a.sharding) for name, a in batch.items()}
     assert shapes(planned.kinds["batch"]) == shapes(rows)
     segments, branch = (np.array(rows.get(name, rows["segments"])) for name in ("segments", "branches"))
     beginnings = ((branch == 0) & (segments != 0)).sum() // (63 - new)
-    pieces = ((beginnings, 0, 63 - new), (20, 63 - new, 63)) if branches else ((20, 0, 63),)
+    pieces = ((beginnings, 0, 63 - new), (batch, 63 - new, 63)) if branches else ((batch, 0, 63),)
     assert planned.rows.pieces == pieces and planned.rows.tokens == (segments != 0).sum()
     before = np.tril(np.ones(2 * segments.shape[1:], bool))
     same = lambda ids: ids[:, :, None] == ids[:, None]
