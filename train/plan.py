@@ -86,10 +86,11 @@ def script(options: Options, config: AbstractConfig) -> finetune.FineTuningOptio
 def rows_of_completions(options: Options, model: AbstractModel, mesh: Mesh) -> dict[str, Any]:
     """Returns the arguments of `train.planning.ahead.training` for the rows in which `train.grpo` packs an update.
 
-    All completions have as many tokens, and so have all prompts.
+    All texts have as many tokens, and so have all prompts. What follows a prompt is each text's own: replies, and in
+    conversations what stands between them.
     """
-    prompt = options.seq + 1 - options.new  # the last token of a text is only a target
-    of_prompt = lambda n: Text([n] * prompt + [0] * options.new, [None] * prompt + [0.0] * options.new, 0.0)
+    prompt, rest = options.prompt, options.seq + 1 - options.prompt  # the last token of a text is only a target
+    of_prompt = lambda n: Text([n] * prompt + [0] * rest, [None] * prompt + [0.0] * rest, 0.0)
     groups = [[of_prompt(n)] * options.group for n in range(math.ceil(options.batch / options.group))]
     texts = list(itertools.chain(*groups))[: options.batch]
     count = rows_of(len(texts), math.prod(mesh.shape[axis] for axis in BATCH) * options.microbatches)
@@ -215,8 +216,9 @@ def _add_times_of_sampling(table: Table, made: Plan, s: Sampled) -> None:
     once = ", each with its prompts once" if rows.branches else ""
     packed = f"in {rows.count:,} rows of {rows.length:,}{once}"
     table.add_row("a step's tokens", f"{made.tokens:,}, of which {o.batch * o.new:,} are drawn, {packed}")
+    read = "prompts" + " and what stands between replies" * (o.turns > 1)
     limit = max(s.bounds, key=s.bounds.__getitem__)
-    each = f"{s.steps:,} decoding steps of {ms(s.bounds[limit])} because of {limit}, {ms(s.prompts)} for prompts"
+    each = f"{s.steps:,} decoding steps of {ms(s.bounds[limit])} because of {limit}, {ms(s.prompts)} for {read}"
     each += f", {ms(s.copying)} for copying weights" if s.copying else ""
     table.add_row("sampling takes", f"at least {ms(s.seconds)}: {each}")
     update = max(made.bounds.values())

@@ -499,8 +499,9 @@ def test_rollouts(config, monkeypatch, cache):
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     update = script.step(o, config, planner.family_of(config), mesh)
     planned = sampling.sampling(
-        config, mesh, update, seq=o.seq, new=o.new, rows=o.rollout_batch, group=o.group, turns=1, cache_dtype=cache
-    )
+        config, mesh, update, seq=o.seq, prompt=o.prompt, new=o.new, rows=o.rollout_batch, group=o.group, turns=1,
+        cache_dtype=cache,
+    )  # fmt: skip
     shapes = lambda tree: [(a.shape, a.dtype) for a in jax.tree.leaves(tree)]
     *_, state, _ = planned.advance.arguments
     model, *reading, drawn = planned.prefill.arguments
@@ -535,7 +536,9 @@ def counted(program, mesh):
 
 
 def test_conversations(config, monkeypatch):
-    """A row has a prompt and all of its turns, each turn has its tokens, and pages hold them."""
+    """A row has a prompt and all of its turns, each turn has its tokens, and pages hold them. Of what is not drawn only
+    the prompt is shared.
+    """
     monkeypatch.setattr(planner, "compile_ahead", counted)
     o = TINY.changed(method="grpo", seq=511, batch=16, mesh="fsdp=1", rollout_batch=8, group=4)
     planned = lambda **changes: script.plan(o.changed(**changes), config, CHIPS["v6e"], jax.devices()[:1])
@@ -545,13 +548,25 @@ def test_conversations(config, monkeypatch):
     assert four.sampling.layout.slots == 64 and four.sampling.layout.count == 2 * 8 * 512 / 64
     assert (one.sampling.steps, four.sampling.steps) == (2 * 100, 2 * 400)
     assert four.sampling.bounds["HBM"] < one.sampling.bounds["HBM"], "rows are emptier while more is drawn"
-    prompts = lambda made: made.sampling.prompts / (made.options.seq - made.options.new)
-    assert prompts(one) == pytest.approx(prompts(four))
+    assert one.sampling.prompts / (412 / 4) == pytest.approx(four.sampling.prompts / (28 / 4 + 3 * 28))
+    told, random = planned(turns=4, prompt_tokens=200), np.random.RandomState(0)
+    for made, prompt in ((short, 65), (told, 200)):
+        between = (260 - prompt) // 3
+        old = [*[None] * prompt, *([-1.0] * 63 + [None] * between) * 3, *[-1.0] * 63]
+        texts = [Text([n // 4] * prompt + random.randint(9, 63, 512 - prompt).tolist(), old, 1.0) for n in range(16)]
+        rows = packed(texts, 1, zoo.tokenizer("tiny"), branches=True)
+        assert (1, made.rows.length) == rows["tokens"].shape and made.rows.branches == ("branches" in rows)
+        assert made.rows.tokens == (rows["segments"] != 0).sum()
+    assert short.rows.pieces == ((16, 0, 511),) and told.rows.pieces == ((4, 0, 199), (16, 199, 511))
     s = four.sampling
     assert s.seconds == s.prompts + s.steps * max(s.bounds.values()) and s.copying == 0
     for changes in ({"turns": 2}, {"one_step_off": True}):
         with pytest.raises(ValueError, match="they need --method grpo"):
             planned(method="dpo", **changes)
+    with pytest.raises(ValueError, match="--prompt-tokens 9 is of conversations: add --turns"):
+        planned(prompt_tokens=9)
+    with pytest.raises(ValueError, match="--prompt-tokens 261: replies leave 260 of --seq 511 to a prompt"):
+        planned(turns=4, prompt_tokens=261)
 
 
 def test_one_step_off(config, monkeypatch, capsys):

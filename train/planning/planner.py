@@ -83,10 +83,13 @@ class Options(OptionGroup):
     kl: float = option(0.0, group=Group.METHOD, rare=True)
     """Weight of the divergence from the reference, as in train.grpo. 0: no reference."""
     max_new_tokens: int = option(0, group=Group.METHOD, rare=True)
-    """Largest number of tokens of a completion, or of a reply, for grpo and distill; prompts have the rest of --seq. 0:
-    half of --seq for all replies, and no completions for distill."""
+    """Largest number of tokens of a completion, or of a reply, for grpo and distill; prompts, and what stands between
+    replies, have the rest of --seq. 0: half of --seq for all replies, and no completions for distill."""
     turns: int = option(1, group=Group.METHOD, rare=True)
     """Number of replies in a conversation, as in train.grpo with an --environment."""
+    prompt_tokens: int = option(0, group=Group.METHOD, rare=True)
+    """Number of tokens of a conversation before its first reply, which its group shares. Those between replies, such as
+    results of tools, are each conversation's own. 0: there are equally many before each reply."""
     one_step_off: bool = option(False, group=Group.METHOD, rare=True)
     """Sample beside an update, as in train.grpo: a device needs the memory of both at once."""
     sampling_mesh: str | None = option(None, group=Group.METHOD, rare=True)
@@ -134,6 +137,11 @@ class Options(OptionGroup):
         return min(self.turns * (self.max_new_tokens or max(1, self.seq // 2 // self.turns)), self.seq)
 
     @property
+    def prompt(self) -> int:
+        """Counts the tokens before the first reply in a row of --seq tokens, whose last one is only a target."""
+        return self.prompt_tokens or math.ceil((self.seq + 1 - self.new) / self.turns)
+
+    @property
     def headed(self) -> bool:
         """Whether a head of few weights stands in the place of the output embeddings."""
         return self.method in ("reward", "classify", "embed")
@@ -156,7 +164,7 @@ class Sampled:
     layout: Layout | None  # the caches' pages; None: each row has memory for all of its tokens
     most: int  # tokens of a row
     copying: float  # seconds in which the weights are copied; 0: they are on these devices
-    prompts: float  # seconds in which prompts are read
+    prompts: float  # seconds in which prompts are read, and what stands between replies
     steps: int  # number of decoding steps
     bounds: dict[str, float]  # seconds by "compute", "HBM", "interconnect": a decoding step takes at least the longest
 
@@ -298,8 +306,8 @@ def _sampled(
     """Compiles the two programs of sampling, on the mesh `there`. `compiled` is the update."""
     group, rows = options.group if options.method == "grpo" else 1, min(options.batch, options.rollout_batch)
     s = sampling(
-        config, there, update, seq=options.seq, new=options.new, rows=options.rollout_batch, group=group,
-        turns=options.turns, cache_dtype=options.cache_dtype,
+        config, there, update, seq=options.seq, prompt=options.prompt, new=options.new, rows=options.rollout_batch,
+        group=group, turns=options.turns, cache_dtype=options.cache_dtype,
     )  # fmt: skip
     if there != mesh:
         beside = device_bytes(shapes_on(update.kinds.get(JUDGE), there))
@@ -316,11 +324,13 @@ def _sampled(
         bounds["interconnect"] = sending(advance.collectives, chip, there)  # its loop over tokens counts once
     except TooLarge as error:
         needed = error.needed
+    between = options.seq + 1 - options.new - options.prompt  # tokens of a conversation that are each row's own
+    read = options.batch * (options.prompt / group + between)
     link = slowest_link(chip, [*mesh.devices.flat, *there.devices.flat])
     return Sampled(
         float(beside + needed), device_bytes(s.advance.kinds["cache"]), s.layout, s.most,
         copying=0.0 if there == mesh else s.trained / link,
-        prompts=2 * (p.layers + p.attention) * (options.seq - options.new) * options.batch / group / peak,
+        prompts=2 * (p.layers + p.attention) * read / peak,
         steps=math.ceil(options.batch * options.new / rows),
         bounds=bounds,
     )  # fmt: skip
@@ -361,6 +371,16 @@ def _check(options: Options, config: AbstractConfig, mesh: Mesh) -> None:
         raise ValueError(f"--judge {options.judge} rewards completions: it needs --method grpo.")
     if (options.turns > 1 or options.one_step_off) and options.method != "grpo":
         raise ValueError("--turns and --one-step-off are of rollouts: they need --method grpo.")
+    if options.prompt_tokens and options.turns == 1:
+        raise ValueError(
+            f"--prompt-tokens {options.prompt_tokens} is of conversations: add --turns. Of one reply, the prompt is all "
+            "of --seq but --max-new-tokens."
+        )
+    if options.prompt_tokens > (most := options.seq + 1 - options.new):
+        raise ValueError(
+            f"--prompt-tokens {options.prompt_tokens}: replies leave {most} of --seq {options.seq} to a prompt; raise "
+            "--seq, or take fewer --max-new-tokens."
+        )
     if options.sampling_mesh and not options.one_step_off:
         raise ValueError(f"--sampling-mesh {options.sampling_mesh} is for sampling beside updates: add --one-step-off.")
     if bool(options.teacher) != (options.method == "distill"):
