@@ -24,6 +24,7 @@ from kernels.mesh import BATCH
 from train import classify, distill, dpo, embed, grpo, reward, sft
 from train.base import runfile
 from train.base.chips import Chip, fleet, size_of
+from train.methods.on_policy import Teacher, Teachers
 from train.methods.texts import Text, packing, rows_of
 from train.planning import planner
 from train.planning.ahead import Pieces, Program, abstract_frozen, parts_of, training
@@ -72,7 +73,7 @@ def script(options: Options, config: AbstractConfig) -> finetune.FineTuningOptio
         )
         own["max_new_tokens"] = options.new
     if options.method == "distill":
-        own = dict(teacher=(options.teacher,), beta=0.0)
+        own = dict(teacher=(options.teacher,), beta=1.0 if options.samples else 0.0)
     run = method.options.of(
         model=options.model, lora=options.lora, quantize=options.quantize, optim=options.optim, state=options.state,
         mesh=options.mesh, batch=options.batch, seq_len=options.seq, remat=options.remat,
@@ -84,17 +85,16 @@ def script(options: Options, config: AbstractConfig) -> finetune.FineTuningOptio
 
 
 def rows_of_completions(options: Options, model: AbstractModel, mesh: Mesh) -> dict[str, Any]:
-    """Returns the arguments of `train.planning.ahead.training` for the rows in which `train.grpo` packs an update.
+    """Returns the arguments of `train.planning.ahead.training` for the rows in which the method packs completions.
 
     All texts have as many tokens, and so have all prompts. What follows a prompt is each text's own: replies, and in
     conversations what stands between them.
     """
     prompt, rest = options.prompt, options.seq + 1 - options.prompt  # the last token of a text is only a target
     of_prompt = lambda n: Text([n] * prompt + [0] * rest, [None] * prompt + [0.0] * rest, 0.0)
-    groups = [[of_prompt(n)] * options.group for n in range(math.ceil(options.batch / options.group))]
-    texts = list(itertools.chain(*groups))[: options.batch]
+    texts = [of_prompt(n // options.completions) for n in range(options.batch)]
     count = rows_of(len(texts), math.prod(mesh.shape[axis] for axis in BATCH) * options.microbatches)
-    places = packing(texts, count, branches=not reads_in_order(model))
+    places = packing(texts, count, branches=options.method == "grpo" and not reads_in_order(model))
     numbers: Counter[tuple[int, int]] = Counter()
     for members in itertools.chain(*(documents.values() for documents in places.table)):
         trunk = places.trunk(members)
@@ -119,6 +119,7 @@ def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -
         case distill.DistillOptions():
             objective, other = functools.partial(distill.objective, options=run), zoo.inspect(options.teacher)
             reference = abstract_frozen(other, family_of(other), mesh, quantize="none")
+            reference = Teachers((Teacher(reference),)) if options.samples else reference
         case sft.SFTOptions():
             objective = run.language.objective()
         case reward.RewardOptions():
@@ -138,7 +139,7 @@ def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -
     else:
         model = abstract_model(config, family, mesh, parts, head)
     rows: dict[str, Any] = dict(batch=options.batch, seq=options.seq)
-    if options.method == "grpo":
+    if options.samples:
         rows = rows_of_completions(options, model, mesh)
     program = training(
         model, mesh, **rows, images=options.images, patches=options.patches, remat=options.remat,

@@ -27,7 +27,9 @@ from tests.zoo.programs import noise
 from train import grpo
 from train import plan as script
 from train.base.chips import CHIPS, chip_of, fleet, ring_rate, size_of, slice_of, slowest_link, target
-from train.methods.texts import Text, packed
+from train.data.prompts import Prompt
+from train.methods import on_policy
+from train.methods.texts import Text, packed, rows_of
 from train.planning import ahead, breakdown, fit, hlo, planner, sampling
 from train.planning.ahead import Compiled, Pieces, Program, Rows, TooLarge, compile_ahead, training
 from train.planning.breakdown import Part
@@ -432,6 +434,14 @@ def test_distillation(config, monkeypatch):
     assert taught.kinds["reference"] == whole.kinds["parameters"] / 2
     assert taught.bounds["compute"] == pytest.approx(1.25 * whole.bounds["compute"], rel=0.02)
     assert not TINY.changed(method="distill").samples and TINY.changed(method="distill", max_new_tokens=9).samples
+    own = dict(method="distill", teacher="tiny", seq=63, max_new_tokens=24, batch=32, microbatches=2)
+    made, tokenizer = planned(**own), zoo.tokenizer("tiny")
+    makes = on_policy.Rows(tokenizer, 2048, [""], [None], None, False, rows_of(32, 16), 63, 40, 2)
+    rows, _ = makes.batch([on_policy.Question(Prompt([7] * 40, {}), 0, [], [])] * 32, [[9] * 24] * 32)
+    assert (made.rows.count, made.rows.length) == rows["tokens"].shape == (16, 128) and not made.rows.branches
+    assert made.tokens == (rows["segments"] != 0).sum() == 32 * 63
+    names = put_batch(rows, made.mesh).keys()
+    assert script.step(made.options, config, planner.family_of(config), made.mesh).kinds["batch"].keys() == names
     for changes in ({"method": "distill"}, {"teacher": "tiny"}):
         with pytest.raises(ValueError, match="--method distill needs a --teacher"):
             planned(**changes)

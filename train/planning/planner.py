@@ -61,11 +61,11 @@ class Options(OptionGroup):
     mesh: str = option("fsdp=-1", group=Group.DEVICES)
     """Number of devices along each axis, as for training."""
     batch: int
-    """Number of rows of a step, on all devices together; for GRPO, number of completions of an update, which share
-    rows."""
+    """Number of rows of a step, on all devices together; where completions are sampled, their number in an update, in
+    which they share rows."""
     seq: int
-    """Number of tokens of a row; for GRPO, those of a prompt with its completion; with --decode, number of positions of
-    the cache."""
+    """Number of tokens of a row; where completions are sampled, those of a prompt with its completion; with --decode,
+    number of positions of the cache."""
     remat: str = "full"
     """Values that the backward pass recomputes, as for training, but for auto."""
     microbatches: int = 1
@@ -130,6 +130,11 @@ class Options(OptionGroup):
     def samples(self) -> bool:
         """Whether completions are sampled between updates."""
         return self.method == "grpo" or (self.method == "distill" and self.max_new_tokens > 0)
+
+    @property
+    def completions(self) -> int:
+        """Counts the completions of a prompt in a step that samples."""
+        return self.group if self.method == "grpo" else 1
 
     @property
     def new(self) -> int:
@@ -304,7 +309,7 @@ def _sampled(
     options: Options, config: AbstractConfig, chip: Chip, update: Program, compiled: Compiled, mesh: Mesh, there: Mesh
 ) -> Sampled:
     """Compiles the two programs of sampling, on the mesh `there`. `compiled` is the update."""
-    group, rows = options.group if options.method == "grpo" else 1, min(options.batch, options.rollout_batch)
+    group, rows = options.completions, min(options.batch, options.rollout_batch)
     s = sampling(
         config, there, update, seq=options.seq, prompt=options.prompt, new=options.new, rows=options.rollout_batch,
         group=group, turns=options.turns, cache_dtype=options.cache_dtype,
@@ -373,8 +378,8 @@ def _check(options: Options, config: AbstractConfig, mesh: Mesh) -> None:
         raise ValueError("--turns and --one-step-off are of rollouts: they need --method grpo.")
     if options.prompt_tokens and options.turns == 1:
         raise ValueError(
-            f"--prompt-tokens {options.prompt_tokens} is of conversations: add --turns. Of one reply, the prompt is all "
-            "of --seq but --max-new-tokens."
+            f"--prompt-tokens {options.prompt_tokens} is of conversations: add --turns, or leave it out. The prompt of "
+            "one reply is all of --seq but --max-new-tokens."
         )
     if options.prompt_tokens > (most := options.seq + 1 - options.new):
         raise ValueError(
