@@ -23,6 +23,7 @@ import tyro
 
 from benchmarks.common import RESULTS, circumstances
 from train.planning.ahead import Compiled, compile_ahead, training
+from train.state.mesh import abstract_model
 from train.watch.plot import Curve, draw
 from zoo.mesh import make_mesh
 from zoo.registry import CONFIGS, family_of
@@ -39,7 +40,7 @@ def compiled(text: str, devices: int, **changes: Any) -> Compiled:
     config = dataclasses.replace(CONFIGS[MODEL], **changes)
     mesh = make_mesh(text, jax.devices()[:devices])
     size = dict(batch=ROWS * devices, seq=SEQ, remat="full", microbatches=1)
-    return compile_ahead(training(config, family_of(config), mesh, **size), mesh)
+    return compile_ahead(training(abstract_model(config, family_of(config), mesh), mesh, **size), mesh)
 
 
 def main(*, layers: int = 16) -> None:

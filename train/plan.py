@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import re
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -23,18 +24,18 @@ from kernels.mesh import BATCH
 from train import classify, distill, dpo, embed, grpo, reward, sft
 from train.base import runfile
 from train.base.chips import Chip, fleet, size_of
+from train.methods.on_policy import Teacher, Teachers
 from train.methods.texts import Text, packing, rows_of
 from train.planning import planner
-from train.planning.ahead import Program, abstract_frozen, parts_of, training
+from train.planning.ahead import Pieces, Program, abstract_frozen, parts_of, training
 from train.planning.hlo import by_axis
 from train.planning.planner import Options, Plan, Sampled, gb, suggestion
 from train.run import finetune
 from train.run.defaults import resolve_steps, width_lr
-from train.state.mesh import reads_in_order
+from train.state.mesh import abstract_model, reads_in_order
 from zoo.nn.heads import ClassificationHead, RewardHead
-from zoo.nn.model import AbstractConfig, Family
+from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.registry import family_of
-from zoo.weights.checkpoint import skeleton
 from zoo.weights.heads import described
 
 
@@ -72,7 +73,7 @@ def script(options: Options, config: AbstractConfig) -> finetune.FineTuningOptio
         )
         own["max_new_tokens"] = options.new
     if options.method == "distill":
-        own = dict(teacher=(options.teacher,), beta=0.0)
+        own = dict(teacher=(options.teacher,), beta=1.0 if options.samples else 0.0)
     run = method.options.of(
         model=options.model, lora=options.lora, quantize=options.quantize, optim=options.optim, state=options.state,
         mesh=options.mesh, batch=options.batch, seq_len=options.seq, remat=options.remat,
@@ -83,38 +84,42 @@ def script(options: Options, config: AbstractConfig) -> finetune.FineTuningOptio
     )
 
 
-def rows_of_completions(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -> dict[str, Any]:
-    """Returns the arguments of `train.planning.ahead.training` for the rows in which `train.grpo` packs an update.
+def rows_of_completions(options: Options, model: AbstractModel, mesh: Mesh) -> dict[str, Any]:
+    """Returns the arguments of `train.planning.ahead.training` for the rows in which the method packs completions.
 
-    All completions have as many tokens, and so have all prompts.
+    All texts have as many tokens, and so have all prompts. What follows a prompt is each text's own: replies, and in
+    conversations what stands between them.
     """
-    prompt = options.seq + 1 - options.new  # the last token of a text is only a target
-    of_prompt = lambda n: Text([n] * prompt + [0] * options.new, [None] * prompt + [0.0] * options.new, 0.0)
-    groups = [[of_prompt(n)] * options.group for n in range(math.ceil(options.batch / options.group))]
-    texts = list(itertools.chain(*groups))[: options.batch]
+    prompt, rest = options.prompt, options.seq + 1 - options.prompt  # the last token of a text is only a target
+    of_prompt = lambda n: Text([n] * prompt + [0] * rest, [None] * prompt + [0.0] * rest, 0.0)
+    texts = [of_prompt(n // options.completions) for n in range(options.batch)]
     count = rows_of(len(texts), math.prod(mesh.shape[axis] for axis in BATCH) * options.microbatches)
-    places = packing(texts, count, branches=not reads_in_order(skeleton(family, config)))
-    again = sum(len(members) - 1 for documents in places.table for members in documents.values())
-    packed = ((len(texts), options.seq), (-again, prompt - 1))
-    return dict(batch=count, seq=places.length, texts=packed, branches=places.branches)
+    places = packing(texts, count, branches=options.method == "grpo" and not reads_in_order(model))
+    numbers: Counter[tuple[int, int]] = Counter()
+    for members in itertools.chain(*(documents.values() for documents in places.table)):
+        trunk = places.trunk(members)
+        numbers[0, trunk] += trunk > 0
+        numbers[trunk, options.seq] += len(members)
+    pieces = tuple(Pieces(number, *ends) for ends, number in numbers.items() if number)
+    return dict(batch=count, seq=places.length, pieces=pieces, branches=places.branches)
 
 
 def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -> Program:
     """Makes the training step of the plan's options."""
     run, more, reference, head, microbatches = script(options, config), (), None, None, options.microbatches
-    rows: dict[str, Any] = dict(batch=options.batch, seq=options.seq)
-    whole = functools.partial(abstract_frozen, config, family, mesh, quantize="none", parts=parts_of(options.images))
+    parts = parts_of(options.images)
+    whole = functools.partial(abstract_frozen, config, family, mesh, quantize="none", parts=parts)
     match run:
         case dpo.DPOOptions():
             objective = functools.partial(dpo.objective, options=run)
             reference = None if options.lora.rank else whole()
         case grpo.GRPOOptions():
             objective, more = functools.partial(grpo.objective, options=run), ("advantages", "old")
-            rows = rows_of_completions(options, config, family, mesh)
             reference = whole() if options.kl and not options.lora.rank else None
         case distill.DistillOptions():
             objective, other = functools.partial(distill.objective, options=run), zoo.inspect(options.teacher)
             reference = abstract_frozen(other, family_of(other), mesh, quantize="none")
+            reference = Teachers((Teacher(reference),)) if options.samples else reference
         case sft.SFTOptions():
             objective = run.language.objective()
         case reward.RewardOptions():
@@ -128,10 +133,18 @@ def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -
             head, microbatches = described("embedding", {}, config), 1
         case _:
             raise AssertionError(f"METHODS has {options.method}, and here it is missing.")
+    if run.lora.rank:
+        how: Any = dict(quantize=options.quantize, adapters=run.lora, parts=parts, head=head)
+        model = abstract_frozen(config, family, mesh, **how)
+    else:
+        model = abstract_model(config, family, mesh, parts, head)
+    rows: dict[str, Any] = dict(batch=options.batch, seq=options.seq)
+    if options.samples:
+        rows = rows_of_completions(options, model, mesh)
     program = training(
-        config, family, mesh, **rows, quantize=options.quantize, images=options.images, patches=options.patches,
-        remat=options.remat, microbatches=microbatches, optimization=run.optim, kept=run.state, adapters=run.lora,
-        objective=objective, head=head, reference=reference, more=more,
+        model, mesh, **rows, images=options.images, patches=options.patches, remat=options.remat,
+        microbatches=microbatches, optimization=run.optim, kept=run.state, objective=objective, reference=reference,
+        more=more,
     )  # fmt: skip
     if options.judge:
         other = zoo.inspect(options.judge)
@@ -204,8 +217,9 @@ def _add_times_of_sampling(table: Table, made: Plan, s: Sampled) -> None:
     once = ", each with its prompts once" if rows.branches else ""
     packed = f"in {rows.count:,} rows of {rows.length:,}{once}"
     table.add_row("a step's tokens", f"{made.tokens:,}, of which {o.batch * o.new:,} are drawn, {packed}")
+    read = "prompts" + " and what stands between replies" * (o.turns > 1)
     limit = max(s.bounds, key=s.bounds.__getitem__)
-    each = f"{s.steps:,} decoding steps of {ms(s.bounds[limit])} because of {limit}, {ms(s.prompts)} for prompts"
+    each = f"{s.steps:,} decoding steps of {ms(s.bounds[limit])} because of {limit}, {ms(s.prompts)} for {read}"
     each += f", {ms(s.copying)} for copying weights" if s.copying else ""
     table.add_row("sampling takes", f"at least {ms(s.seconds)}: {each}")
     update = max(made.bounds.values())

@@ -10,6 +10,7 @@ import zoo
 from tests.kernels.gpu import needs_compiler
 from train.base.chips import fleet
 from train.planning import ahead, breakdown, hlo
+from train.state.mesh import abstract_model
 from zoo import registry
 from zoo.mesh import make_mesh
 
@@ -38,8 +39,9 @@ def test_floats_are_added_in_a_fixed_order(tmp_path):
     )
     mesh = make_mesh(devices=fleet("h200:1")[1])
     step = ahead.training(
-        config, registry.family_of(config), mesh, batch=2, seq=512, remat="none", microbatches=1, optimization=SGD
-    )
+        abstract_model(config, registry.family_of(config), mesh), mesh, batch=2, seq=512, remat="none", microbatches=1,
+        optimization=SGD,
+    )  # fmt: skip
     options = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": ".*ptx.*", "xla_gpu_enable_triton_gemm": False}
     with jax.set_mesh(mesh), kernels.prefer("triton"):  # cuDNN's backward pass of attention has no fixed order
         text = step.function.lower(*step.arguments).compile(options).as_text()
@@ -67,8 +69,9 @@ def test_cudnn_gets_values_as_a_product_made_them():
     )
     mesh = make_mesh(devices=fleet("h200:1")[1])
     step = ahead.training(
-        config, registry.family_of(config), mesh, batch=1, seq=256, remat="dots", microbatches=1, optimization=SGD
-    )
+        abstract_model(config, registry.family_of(config), mesh), mesh, batch=1, seq=256, remat="dots", microbatches=1,
+        optimization=SGD,
+    )  # fmt: skip
     with jax.set_mesh(mesh):
         text = step.function.lower(*step.arguments).compile().as_text()
     computations = dict(hlo.parse(text))

@@ -6,7 +6,7 @@ import pytest
 
 import zoo
 from train.base.flops import flops_per_token, products_of_image, products_per_token
-from train.planning.ahead import Rows, seen_pairs
+from train.planning.ahead import Pieces, Rows, seen_pairs
 from train.state import state
 from zoo.registry import family_of
 from zoo.weights.checkpoint import skeleton
@@ -122,7 +122,7 @@ def test_flops_through_a_window():
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3.5-27b"])
 def test_attention_sees_half_of_all_pairs(name):
     """The share does not depend on states of a hybrid's other layers, which do not grow with the row."""
-    assert seen_pairs(zoo.config(name), Rows(1, 4096, ((1, 4096),))) == pytest.approx(0.5)
+    assert seen_pairs(zoo.config(name), Rows(1, 4096, (Pieces(1, 0, 4096),))) == pytest.approx(0.5)
 
 
 def test_flops_of_what_is_frozen():

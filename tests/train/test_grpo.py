@@ -211,6 +211,9 @@ def test_texts_share_their_beginnings(folder, model):
     assert_learnt_alike(folder, model, parts, alone)
     few_shared = packed([*texts[:3], text([9], 100)], 1, tokenizer, branches=True)
     assert "branches" not in few_shared, "it saves too little"
+    spread = packed(texts, 6, tokenizer, branches=True)
+    assert spread.keys() == alone.keys(), "no row has two texts"
+    assert all((spread[name] == array).all() for name, array in alone.items())
 
 
 def assert_learnt_alike(folder, model, batch, other):

@@ -18,6 +18,7 @@ from tests.train.conftest import losses, run
 from train.base import places
 from train.planning import ahead
 from train.state import offload
+from train.state.mesh import abstract_model
 from train.state.optim import OPTIMIZERS, rounded
 from train.state.rounding import rounded_like, stochastic
 from train.state.state import Lora, StateOptions, TrainState, abstract_state, init_state
@@ -139,7 +140,7 @@ def test_a_plan_counts_what_the_host_keeps():
     size = sum(a.size for a in jax.tree.leaves(skeleton(family_of(config), config)))
     for weights_dtype, here, away in (("float32", 0, 12), ("bfloat16", 2, 8)):
         kept = StateOptions(offload="optimizer", weights_dtype=weights_dtype)
-        program = ahead.training(config, family_of(config), mesh, **shape, kept=kept)
+        program = ahead.training(abstract_model(config, family_of(config), mesh), mesh, **shape, kept=kept)
         assert sum(map(ahead.host_bytes, program.kinds.values())) == pytest.approx(away * size / 8, rel=0.01)
         assert ahead.device_bytes(program.kinds["parameters"]) == pytest.approx(here * size / 8, rel=0.01)
 

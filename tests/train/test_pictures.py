@@ -26,7 +26,7 @@ from train.data.prompts import encode as encode_record
 from train.data.records import Record, open_records
 from train.methods import rollouts, scores
 from train.planning import ahead
-from train.state.mesh import put_batch
+from train.state.mesh import abstract_model, put_batch
 from train.step.language import features
 from train.step.microbatches import split
 from train.step.mtp import mtp_loss
@@ -300,7 +300,8 @@ def test_a_plan_counts_the_tower(checkpoint):
     config, family = zoo.config(checkpoint), zoo.gemma3.FAMILY
     mesh = zoo.make_mesh("fsdp=2", jax.devices()[:2])
     shape = dict(batch=4, seq=32, remat="full", microbatches=1)
-    text, seeing = (ahead.training(config, family, mesh, **shape, images=n) for n in (0, 2))
+    model = lambda n: abstract_model(config, family, mesh, ahead.parts_of(n))
+    text, seeing = (ahead.training(model(n), mesh, **shape, images=n) for n in (0, 2))
     whole = zoo.load(checkpoint, parts=("vision",))
     size = lambda tree: sum(a.size for a in jax.tree.leaves(tree))
     assert size(seeing.kinds["parameters"]) - size(text.kinds["parameters"]) == size(whole.vision) > 0

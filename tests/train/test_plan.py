@@ -27,9 +27,11 @@ from tests.zoo.programs import noise
 from train import grpo
 from train import plan as script
 from train.base.chips import CHIPS, chip_of, fleet, ring_rate, size_of, slice_of, slowest_link, target
-from train.methods.texts import Text, packed
+from train.data.prompts import Prompt
+from train.methods import on_policy
+from train.methods.texts import Text, packed, rows_of
 from train.planning import ahead, breakdown, fit, hlo, planner, sampling
-from train.planning.ahead import Compiled, Program, Rows, TooLarge, compile_ahead, training
+from train.planning.ahead import Compiled, Pieces, Program, Rows, TooLarge, compile_ahead, training
 from train.planning.breakdown import Part
 from train.planning.planner import Options, suggestion
 from train.run import defaults
@@ -235,7 +237,8 @@ def wide(text, devices):
         num_key_value_heads=8, head_dim=32, max_position_embeddings=256, max_window_layers=8,
     )  # fmt: skip
     mesh = make_mesh(text, devices)
-    return mesh, training(config, qwen3.FAMILY, mesh, batch=16, seq=256, remat="full", microbatches=1)
+    model = abstract_model(config, qwen3.FAMILY, mesh)
+    return mesh, training(model, mesh, batch=16, seq=256, remat="full", microbatches=1)
 
 
 def compiled(mesh, program):
@@ -283,7 +286,8 @@ def test_gradients_are_scattered_over_replicas(tmp_path):
         zoo.config("qwen3-30b-a3b"), vocab_size=512, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
     )  # fmt: skip
-    step = training(config, planner.family_of(config), mesh, batch=8, seq=48, remat="none", microbatches=1)
+    model = abstract_model(config, planner.family_of(config), mesh)
+    step = training(model, mesh, batch=8, seq=48, remat="none", microbatches=1)
     least = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # a program that is kept would not be dumped
     with jax.set_mesh(mesh):
@@ -413,7 +417,7 @@ def test_preferences(config, monkeypatch):
     assert (
         pairs.bounds["compute"] == rewarded.bounds["compute"] == pytest.approx(1.25 * whole.bounds["compute"], rel=0.02)
     )
-    assert rewarded.kinds["batch"] == whole.kinds["batch"] * 8 / 4  # plus advantages, old, positions, branches
+    assert rewarded.kinds["batch"] == whole.kinds["batch"] * 6 / 4  # plus advantages and old
     with pytest.raises(ValueError, match="--decode plans no training: leave out --method dpo"):
         planned(method="dpo", decode=True)
     with pytest.raises(ValueError, match="leave out --images or --method grpo"):
@@ -430,6 +434,14 @@ def test_distillation(config, monkeypatch):
     assert taught.kinds["reference"] == whole.kinds["parameters"] / 2
     assert taught.bounds["compute"] == pytest.approx(1.25 * whole.bounds["compute"], rel=0.02)
     assert not TINY.changed(method="distill").samples and TINY.changed(method="distill", max_new_tokens=9).samples
+    own = dict(method="distill", teacher="tiny", seq=63, max_new_tokens=24, batch=32, microbatches=2)
+    made, tokenizer = planned(**own), zoo.tokenizer("tiny")
+    makes = on_policy.Rows(tokenizer, 2048, [""], [None], None, False, rows_of(32, 16), 63, 40, 2)
+    rows, _ = makes.batch([on_policy.Question(Prompt([7] * 40, {}), 0, [], [])] * 32, [[9] * 24] * 32)
+    assert (made.rows.count, made.rows.length) == rows["tokens"].shape == (16, 128) and not made.rows.branches
+    assert made.tokens == (rows["segments"] != 0).sum() == 32 * 63
+    names = put_batch(rows, made.mesh).keys()
+    assert script.step(made.options, config, planner.family_of(config), made.mesh).kinds["batch"].keys() == names
     for changes in ({"method": "distill"}, {"teacher": "tiny"}):
         with pytest.raises(ValueError, match="--method distill needs a --teacher"):
             planned(**changes)
@@ -458,21 +470,25 @@ def test_heads(config, monkeypatch):
             planned(**changes)
 
 
-@pytest.mark.parametrize(("new", "branches"), [(24, True), (60, False)])
-def test_an_update_of_completions(config, new, branches):
+@pytest.mark.parametrize(("new", "batch", "branches"), [(24, 20, True), (60, 20, False), (24, 2, False)])
+def test_an_update_of_completions(config, new, batch, branches):
     """Its rows are those that `train.grpo` packs, with the prompts of groups once where that saves enough."""
-    o = TINY.changed(method="grpo", batch=20, seq=63, max_new_tokens=new, group=8, mesh="fsdp=2")
+    o = TINY.changed(method="grpo", batch=batch, seq=63, max_new_tokens=new, group=8, mesh="fsdp=2")
     mesh = make_mesh("fsdp=2", jax.devices()[:2])
-    planned = script.step(o, config, planner.family_of(config), mesh)
-    texts = [
-        Text([7 + n // 8] * (64 - new) + [*range(new)], [None] * (64 - new) + [-1.0] * new, 1.0) for n in range(20)
-    ]
+    family, made = planner.family_of(config), []
+    counting = dataclasses.replace(family, Model=lambda *a, **k: made.append(a) or family.Model(*a, **k))
+    planned = script.step(o, config, counting, mesh)
+    assert len(made) == 1, "the model's shapes are made once"
+    begun = lambda n: [7 + n // 8] * (64 - new)
+    texts = [Text([*begun(n), *range(new)], [None] * (64 - new) + [-1.0] * new, 1.0) for n in range(batch)]
     rows = put_batch(packed(texts, 2, zoo.tokenizer("tiny"), branches=True), mesh)
     assert ("branches" in rows) == planned.rows.branches == branches
     shapes = lambda batch: {name: (a.shape, a.dtype, a.sharding) for name, a in batch.items()}
     assert shapes(planned.kinds["batch"]) == shapes(rows)
     segments, branch = (np.array(rows.get(name, rows["segments"])) for name in ("segments", "branches"))
-    assert planned.rows.tokens == (segments != 0).sum()
+    beginnings = ((branch == 0) & (segments != 0)).sum() // (63 - new)
+    pieces = ((beginnings, 0, 63 - new), (batch, 63 - new, 63)) if branches else ((batch, 0, 63),)
+    assert planned.rows.pieces == pieces and planned.rows.tokens == (segments != 0).sum()
     before = np.tril(np.ones(2 * segments.shape[1:], bool))
     same = lambda ids: ids[:, :, None] == ids[:, None]
     seen = before & same(segments) & (segments != 0)[..., None]
@@ -493,8 +509,9 @@ def test_rollouts(config, monkeypatch, cache):
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     update = script.step(o, config, planner.family_of(config), mesh)
     planned = sampling.sampling(
-        config, mesh, update, seq=o.seq, new=o.new, rows=o.rollout_batch, group=o.group, turns=1, cache_dtype=cache
-    )
+        config, mesh, update, seq=o.seq, prompt=o.prompt, new=o.new, rows=o.rollout_batch, group=o.group, turns=1,
+        cache_dtype=cache,
+    )  # fmt: skip
     shapes = lambda tree: [(a.shape, a.dtype) for a in jax.tree.leaves(tree)]
     *_, state, _ = planned.advance.arguments
     model, *reading, drawn = planned.prefill.arguments
@@ -529,7 +546,9 @@ def counted(program, mesh):
 
 
 def test_conversations(config, monkeypatch):
-    """A row has a prompt and all of its turns, each turn has its tokens, and pages hold them."""
+    """A row has a prompt and all of its turns, each turn has its tokens, and pages hold them. Of what is not drawn only
+    the prompt is shared.
+    """
     monkeypatch.setattr(planner, "compile_ahead", counted)
     o = TINY.changed(method="grpo", seq=511, batch=16, mesh="fsdp=1", rollout_batch=8, group=4)
     planned = lambda **changes: script.plan(o.changed(**changes), config, CHIPS["v6e"], jax.devices()[:1])
@@ -539,13 +558,25 @@ def test_conversations(config, monkeypatch):
     assert four.sampling.layout.slots == 64 and four.sampling.layout.count == 2 * 8 * 512 / 64
     assert (one.sampling.steps, four.sampling.steps) == (2 * 100, 2 * 400)
     assert four.sampling.bounds["HBM"] < one.sampling.bounds["HBM"], "rows are emptier while more is drawn"
-    prompts = lambda made: made.sampling.prompts / (made.options.seq - made.options.new)
-    assert prompts(one) == pytest.approx(prompts(four))
+    assert one.sampling.prompts / (412 / 4) == pytest.approx(four.sampling.prompts / (28 / 4 + 3 * 28))
+    told, random = planned(turns=4, prompt_tokens=200), np.random.RandomState(0)
+    for made, prompt in ((short, 65), (told, 200)):
+        between = (260 - prompt) // 3
+        old = [*[None] * prompt, *([-1.0] * 63 + [None] * between) * 3, *[-1.0] * 63]
+        texts = [Text([n // 4] * prompt + random.randint(9, 63, 512 - prompt).tolist(), old, 1.0) for n in range(16)]
+        rows = packed(texts, 1, zoo.tokenizer("tiny"), branches=True)
+        assert (1, made.rows.length) == rows["tokens"].shape and made.rows.branches == ("branches" in rows)
+        assert made.rows.tokens == (rows["segments"] != 0).sum()
+    assert short.rows.pieces == ((16, 0, 511),) and told.rows.pieces == ((4, 0, 199), (16, 199, 511))
     s = four.sampling
     assert s.seconds == s.prompts + s.steps * max(s.bounds.values()) and s.copying == 0
     for changes in ({"turns": 2}, {"one_step_off": True}):
         with pytest.raises(ValueError, match="they need --method grpo"):
             planned(method="dpo", **changes)
+    with pytest.raises(ValueError, match="--prompt-tokens 9 is of conversations: add --turns"):
+        planned(prompt_tokens=9)
+    with pytest.raises(ValueError, match="--prompt-tokens 261: replies leave 260 of --seq 511 to a prompt"):
+        planned(turns=4, prompt_tokens=261)
 
 
 def test_one_step_off(config, monkeypatch, capsys):
@@ -855,7 +886,7 @@ def test_candidates_on_nodes():
 
     def seconds(text, devices=devices, **changes):
         held, changed = {"parameters": 5_000_000_000}, o.changed(**changes)
-        rows = Rows(changed.batch, changed.seq, ((changed.batch, changed.seq),))
+        rows = Rows(changed.batch, changed.seq, (Pieces(changed.batch, 0, changed.seq),))
         return planner._seconds(changed, rows, held, model, CHIPS["h100"], make_mesh(text, devices))
 
     whole, near, *of_experts = map(seconds, sizes)

@@ -1,5 +1,6 @@
 """Texts: tokens of prompts and of completions, with advantages, packed into the rows of batches."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -76,7 +77,7 @@ def packed(
             f"{len(texts)} texts do not fit {rows} rows of at most {TEXTS}: conversations were split into too many "
             "parts; take a chat template that does not rewrite its past, or fewer --turns."
         )
-    table, beginnings, seq_len = places = packing(texts, rows, branches=branches)
+    _, table, seq_len = places = packing(texts, rows, branches=branches)
     arrays = padding_rows(rows, seq_len)
     if places.branches:
         arrays["branches"] = np.zeros((rows, seq_len), np.int32)
@@ -87,8 +88,8 @@ def packed(
     arrays_of = list(map(_arrays_of, texts))
     for row, documents in enumerate(table):
         end, branch = 0, 0
-        for segment, (of, members) in enumerate(documents.items(), 1):
-            trunk = beginnings[of].length if len(members) > 1 else 0
+        for segment, members in enumerate(documents.values(), 1):
+            trunk = places.trunk(members)
             pieces = [
                 (members[0], 0, 0, trunk),
                 *((n, branch + i, trunk, _length(texts[n])) for i, n in enumerate(members, 1)),
@@ -117,21 +118,36 @@ class Beginning(NamedTuple):
 class Packing(NamedTuple):
     """The places of texts in rows."""
 
-    table: list[dict[int, list[int]]]  # the numbers of each row's texts, by their beginnings
     beginnings: list[Beginning]  # of each text
+    table: list[dict[int, list[int]]]  # the numbers of each row's texts, by their beginnings
     length: int  # of a row, in tokens
+
+    @property
+    def saved(self) -> int:
+        """Counts the tokens that rows do not repeat, since several of their texts begin with them."""
+        documents = itertools.chain(*(row.values() for row in self.table))
+        return sum((len(members) - 1) * self.trunk(members) for members in documents)
 
     @property
     def branches(self) -> bool:
         """Whether texts of a row that begin alike are branches of one document."""
-        return any(beginning.length for beginning in self.beginnings)
+        return self.saved > 0
+
+    def trunk(self, members: Sequence[int]) -> int:
+        """Counts the first tokens of a row's texts with one beginning that the row has once, if there are several."""
+        return self.beginnings[members[0]].length if len(members) > 1 else 0
 
 
 def packing(texts: Sequence[Text], rows: int, *, branches: bool) -> Packing:
-    """Finds the places that `packed` gives to texts, with `branches` if that saves enough (`WORTH`)."""
-    beginnings = _beginnings(texts) if branches else [Beginning(n, 0) for n in range(len(texts))]
-    table, length = _placed(list(map(_length, texts)), beginnings, rows)
-    return Packing(table, beginnings, length)
+    """Finds the places that `packed` gives to texts, with `branches` if that saves enough (`WORTH`).
+
+    Only rows with several texts of one beginning save tokens, so this is decided once all texts have their rows.
+    """
+    lengths, alone = list(map(_length, texts)), [Beginning(n, 0) for n in range(len(texts))]
+    placed = lambda beginnings: Packing(beginnings, *_placed(lengths, beginnings, rows))
+    if branches and (shared := placed(_beginnings(texts))).saved >= WORTH * sum(lengths):
+        return shared
+    return placed(alone)
 
 
 def _length(text: Text) -> int:
@@ -153,9 +169,6 @@ def _beginnings(texts: Sequence[Text]) -> list[Beginning]:
             of = n
         members.setdefault(of, []).append(n)
     found = [Beginning(n, 0) for n in range(len(texts))]
-    saved = sum((len(some) - 1) * (len(prompts[of]) - 1) for of, some in members.items())
-    if saved < WORTH * sum(len(text.tokens) - 1 for text in texts):
-        return found
     for of, some in members.items():
         if len(some) > 1:
             for n in some:

@@ -19,7 +19,7 @@ from kernels.mesh import BATCH, EXPERT
 from train.base.places import explicit, forgotten
 from train.planning.breakdown import Kernel, kernels
 from train.planning.hlo import Collective, activations, collectives
-from train.state.mesh import abstract_model, keeps_order, token_sharding
+from train.state.mesh import keeps_order, token_sharding
 from train.state.offload import is_on_host
 from train.state.optim import OptimizerOptions, make_optimizer
 from train.state.remat import remat_of
@@ -43,28 +43,40 @@ NONE = Lora()  # no adapters
 USUAL = OptimizerOptions(lr=1e-4, steps=1000, warmup=30, decay=200)
 
 
+class Pieces(NamedTuple):
+    """A number of pieces of texts. Each has the tokens of a text from place `first` up to place `last`, without it.
+
+    A text is one piece. Of texts that share their beginning a row has two kinds: the beginning, which it has once, and
+    the rest of each.
+    """
+
+    number: float
+    first: int
+    last: int
+
+
 class Rows(NamedTuple):
     """The rows of a step, of all devices together."""
 
     count: float = 0
     length: int = 0  # in tokens, with padding
-    texts: tuple[tuple[float, int], ...] = ()  # a number of texts, and their length; below 0: of beginnings that texts
-    # of a row share, and that it has once
+    pieces: tuple[Pieces, ...] = ()  # those of all rows
     branches: bool = False  # whether texts of a row share beginnings
 
     @property
     def tokens(self) -> float:
         """Counts the tokens of all rows, without padding."""
-        return sum(number * length for number, length in self.texts)
+        return sum(number * (last - first) for number, first, last in self.pieces)
 
     def mean(self, of: Callable[[int], float]) -> float:
         """Averages over all tokens `of`(length), the mean over the tokens of a causal text of some length."""
-        return sum(number * length * of(length) for number, length in self.texts) / self.tokens
+        up_to = lambda place: place * of(place) if place else 0.0  # the sum over a text's tokens before this place
+        return sum(number * (up_to(last) - up_to(first)) for number, first, last in self.pieces) / self.tokens
 
     def times(self, factor: float) -> "Rows":
         """Returns `factor` times as many rows."""
-        texts = tuple((number * factor, length) for number, length in self.texts)
-        return self._replace(count=self.count * factor, texts=texts)
+        pieces = tuple(each._replace(number=each.number * factor) for each in self.pieces)
+        return self._replace(count=self.count * factor, pieces=pieces)
 
 
 class Program(NamedTuple):
@@ -105,8 +117,7 @@ class TooLarge(Exception):
 
 
 def training(
-    config: AbstractConfig,
-    family: Family,
+    model: AbstractModel,
     mesh: Mesh,
     *,
     batch: int,
@@ -115,37 +126,28 @@ def training(
     microbatches: int,
     optimization: OptimizerOptions = USUAL,
     kept: StateOptions = StateOptions(),  # noqa: B008 (is frozen)
-    adapters: Lora = NONE,
-    quantize: Literal["none"] | Format = "none",
     images: int = 0,
     patches: int = 1024,
     objective: Objective = cross_entropy,
-    head: AbstractHead | None = None,
     reference: Any = None,
     more: Sequence[str] = (),
-    texts: tuple[tuple[float, int], ...] | None = None,
+    pieces: tuple[Pieces, ...] | None = None,
     branches: bool = False,
 ) -> Program:
-    """Makes the step of `train.run.loop`, with products in bfloat16. If `adapters` has a rank, only they are trained.
+    """Makes the step of `train.run.loop`, with products in bfloat16. If the model has adapters, only they are trained.
 
     Args:
+        model: shapes with their places, of `train.state.mesh.abstract_model` or `abstract_frozen`.
         batch: number of rows.
         seq: number of tokens of a row.
-        images: number of images in a row; above 0 the model has its vision tower.
+        images: number of images in a row; above 0 the model must have its vision tower.
         patches: number of patches of an image, if the tower takes images of any shape.
-        head: stands in the place of the output embeddings.
         reference: shapes of another model that the objective gets.
         more: names of float32 arrays that the objective reads from a batch, beside the usual ones.
-        texts: those of all rows, see `Rows`. None: each row is a text.
+        pieces: those of all rows' texts. None: each row is a text.
         branches: whether texts of a row are branches of documents (`kernels.Tokens`).
     """
-    transform, schedule = make_optimizer(optimization)
-    if adapters.rank:
-        model = abstract_frozen(
-            config, family, mesh, quantize=quantize, adapters=adapters, parts=parts_of(images), head=head
-        )
-    else:
-        model = abstract_model(config, family, mesh, parts_of(images), head)
+    config, (transform, schedule) = model.config, make_optimizer(optimization)
     trained, frozen_weights = lora.split(model)
     state = abstract_state(trained, transform, kept)
     rows = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=token_sharding(mesh))
@@ -171,7 +173,7 @@ def training(
     kinds = {"parameters": lora.combine(state.model, rest), "optimizer": state.opt_state, "batch": data}
     kinds |= {"reference": reference} if reference is not None else {}
     one = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=a.sharding)  # whole in each replica
-    packed = Rows(batch, seq, texts or ((batch, seq),), branches)
+    packed = Rows(batch, seq, pieces or (Pieces(batch, 0, seq),), branches)
     gradients = jax.tree.map(one, trained)
     return Program(step, (state, data, rest, reference), kinds, gradients, seen_pairs(config, packed), packed)
 
@@ -250,7 +252,7 @@ def decoding(
     with jax.set_mesh(mesh):
         step = jax.jit(decode, donate_argnums=1, compiler_options=compile_options("decode"))
     kinds = {"parameters": model, "cache": cache}
-    return Program(step, (model, cache, tokens, tokens), kinds, rows=Rows(batch, seq, ((batch, seq),)))
+    return Program(step, (model, cache, tokens, tokens), kinds, rows=Rows(batch, seq, (Pieces(batch, 0, seq),)))
 
 
 def device_bytes(tree: Any) -> int:

@@ -61,11 +61,11 @@ class Options(OptionGroup):
     mesh: str = option("fsdp=-1", group=Group.DEVICES)
     """Number of devices along each axis, as for training."""
     batch: int
-    """Number of rows of a step, on all devices together; for GRPO, number of completions of an update, which share
-    rows."""
+    """Number of rows of a step, on all devices together; where completions are sampled, their number in an update, in
+    which they share rows."""
     seq: int
-    """Number of tokens of a row; for GRPO, those of a prompt with its completion; with --decode, number of positions of
-    the cache."""
+    """Number of tokens of a row; where completions are sampled, those of a prompt with its completion; with --decode,
+    number of positions of the cache."""
     remat: str = "full"
     """Values that the backward pass recomputes, as for training, but for auto."""
     microbatches: int = 1
@@ -83,10 +83,13 @@ class Options(OptionGroup):
     kl: float = option(0.0, group=Group.METHOD, rare=True)
     """Weight of the divergence from the reference, as in train.grpo. 0: no reference."""
     max_new_tokens: int = option(0, group=Group.METHOD, rare=True)
-    """Largest number of tokens of a completion, or of a reply, for grpo and distill; prompts have the rest of --seq. 0:
-    half of --seq for all replies, and no completions for distill."""
+    """Largest number of tokens of a completion, or of a reply, for grpo and distill; prompts, and what stands between
+    replies, have the rest of --seq. 0: half of --seq for all replies, and no completions for distill."""
     turns: int = option(1, group=Group.METHOD, rare=True)
     """Number of replies in a conversation, as in train.grpo with an --environment."""
+    prompt_tokens: int = option(0, group=Group.METHOD, rare=True)
+    """Number of tokens of a conversation before its first reply, which its group shares. Those between replies, such as
+    results of tools, are each conversation's own. 0: there are equally many before each reply."""
     one_step_off: bool = option(False, group=Group.METHOD, rare=True)
     """Sample beside an update, as in train.grpo: a device needs the memory of both at once."""
     sampling_mesh: str | None = option(None, group=Group.METHOD, rare=True)
@@ -129,9 +132,19 @@ class Options(OptionGroup):
         return self.method == "grpo" or (self.method == "distill" and self.max_new_tokens > 0)
 
     @property
+    def completions(self) -> int:
+        """Counts the completions of a prompt in a step that samples."""
+        return self.group if self.method == "grpo" else 1
+
+    @property
     def new(self) -> int:
         """Counts the tokens that are drawn in a row of --seq tokens."""
         return min(self.turns * (self.max_new_tokens or max(1, self.seq // 2 // self.turns)), self.seq)
+
+    @property
+    def prompt(self) -> int:
+        """Counts the tokens before the first reply in a row of --seq tokens, whose last one is only a target."""
+        return self.prompt_tokens or math.ceil((self.seq + 1 - self.new) / self.turns)
 
     @property
     def headed(self) -> bool:
@@ -156,7 +169,7 @@ class Sampled:
     layout: Layout | None  # the caches' pages; None: each row has memory for all of its tokens
     most: int  # tokens of a row
     copying: float  # seconds in which the weights are copied; 0: they are on these devices
-    prompts: float  # seconds in which prompts are read
+    prompts: float  # seconds in which prompts are read, and what stands between replies
     steps: int  # number of decoding steps
     bounds: dict[str, float]  # seconds by "compute", "HBM", "interconnect": a decoding step takes at least the longest
 
@@ -296,10 +309,10 @@ def _sampled(
     options: Options, config: AbstractConfig, chip: Chip, update: Program, compiled: Compiled, mesh: Mesh, there: Mesh
 ) -> Sampled:
     """Compiles the two programs of sampling, on the mesh `there`. `compiled` is the update."""
-    group, rows = options.group if options.method == "grpo" else 1, min(options.batch, options.rollout_batch)
+    group, rows = options.completions, min(options.batch, options.rollout_batch)
     s = sampling(
-        config, there, update, seq=options.seq, new=options.new, rows=options.rollout_batch, group=group,
-        turns=options.turns, cache_dtype=options.cache_dtype,
+        config, there, update, seq=options.seq, prompt=options.prompt, new=options.new, rows=options.rollout_batch,
+        group=group, turns=options.turns, cache_dtype=options.cache_dtype,
     )  # fmt: skip
     if there != mesh:
         beside = device_bytes(shapes_on(update.kinds.get(JUDGE), there))
@@ -316,11 +329,13 @@ def _sampled(
         bounds["interconnect"] = sending(advance.collectives, chip, there)  # its loop over tokens counts once
     except TooLarge as error:
         needed = error.needed
+    between = options.seq + 1 - options.new - options.prompt  # tokens of a conversation that are each row's own
+    read = options.batch * (options.prompt / group + between)
     link = slowest_link(chip, [*mesh.devices.flat, *there.devices.flat])
     return Sampled(
         float(beside + needed), device_bytes(s.advance.kinds["cache"]), s.layout, s.most,
         copying=0.0 if there == mesh else s.trained / link,
-        prompts=2 * (p.layers + p.attention) * (options.seq - options.new) * options.batch / group / peak,
+        prompts=2 * (p.layers + p.attention) * read / peak,
         steps=math.ceil(options.batch * options.new / rows),
         bounds=bounds,
     )  # fmt: skip
@@ -361,6 +376,16 @@ def _check(options: Options, config: AbstractConfig, mesh: Mesh) -> None:
         raise ValueError(f"--judge {options.judge} rewards completions: it needs --method grpo.")
     if (options.turns > 1 or options.one_step_off) and options.method != "grpo":
         raise ValueError("--turns and --one-step-off are of rollouts: they need --method grpo.")
+    if options.prompt_tokens and options.turns == 1:
+        raise ValueError(
+            f"--prompt-tokens {options.prompt_tokens} is of conversations: add --turns, or leave it out. The prompt of "
+            "one reply is all of --seq but --max-new-tokens."
+        )
+    if options.prompt_tokens > (most := options.seq + 1 - options.new):
+        raise ValueError(
+            f"--prompt-tokens {options.prompt_tokens}: replies leave {most} of --seq {options.seq} to a prompt; raise "
+            "--seq, or take fewer --max-new-tokens."
+        )
     if options.sampling_mesh and not options.one_step_off:
         raise ValueError(f"--sampling-mesh {options.sampling_mesh} is for sampling beside updates: add --one-step-off.")
     if bool(options.teacher) != (options.method == "distill"):

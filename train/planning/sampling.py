@@ -56,6 +56,7 @@ def sampling(
     update: Program,
     *,
     seq: int,
+    prompt: int,
     new: int,
     rows: int,
     group: int,
@@ -67,7 +68,8 @@ def sampling(
     Args:
         mesh: that of sampling, which may be of other devices than the update's.
         seq: number of tokens of a row, a prompt with its completion, or with its replies and what follows them.
-        new: number of these tokens that are drawn.
+        prompt: number of tokens before the first reply.
+        new: number of tokens that are drawn.
         rows: number of completions that are sampled at a time.
         group: number of completions of each prompt.
         turns: number of replies.
@@ -90,16 +92,18 @@ def sampling(
     same = [b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(held), strict=True) if a.dtype == b.dtype]
     beside = device_bytes((held, parts, state.opt_state, state.step, reference)) - device_bytes(same)
 
-    prompt, cache = seq + 1 - new, None if cache_dtype == "auto" else cache_dtype
+    cache = None if cache_dtype == "auto" else cache_dtype
     most = bucket(prompt) + new if turns == 1 else seq + 1
-    read_at_once = bucket(min(prompt, CHUNK))
-    groups = bucket(min(most_together(read_at_once), math.ceil(rows / group)), 1)
+    later = math.ceil((seq + 1 - new - prompt) / (turns - 1)) if turns > 1 else 0  # tokens before each further reply
+    read_at_once = bucket(min(max(prompt, later), CHUNK))
+    readers = rows if later else math.ceil(rows / group)  # a group reads its prompt once
+    groups = bucket(min(most_together(read_at_once), readers), 1)
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere)
 
     layout = decoding.layout_of(model, None, rows, most, mesh.shape, STRIDE)
     empty = eqx.filter_eval_shape(lambda m: decoding.init_caches(m, None, rows, most, cache, layout), model)
     caches = placed(empty, partition_specs(empty, mesh.shape))
-    filled = eqx.filter_eval_shape(lambda m: init_cache(m, rows, prompt + new // 2, cache), model)
+    filled = eqx.filter_eval_shape(lambda m: init_cache(m, rows, (prompt + seq + 1) // 2, cache), model)
     filled = placed(filled, partition_specs(filled, mesh.shape))
     split = NamedSharding(mesh, P(split_over(rows, BATCH, mesh.shape)))
     logits = jax.ShapeDtypeStruct((rows, config.vocab_size), jnp.float32, sharding=split)
