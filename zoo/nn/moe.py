@@ -94,7 +94,7 @@ def with_shared(
     """Adds the outputs of the shared experts to those of the chosen ones, which `dispatch` returns.
 
     Where a GPU decodes, the kernel that sums up the chosen experts' outputs adds these, and then the residual.
-    Otherwise this sum becomes a part of cuBLAS's product for the shared experts, and the residual takes one more kernel.
+    Otherwise this sum becomes a part of cuBLAS's product for the shared experts, and the residual takes a kernel more.
     """
     return y + kernels.apart(shared)
 
