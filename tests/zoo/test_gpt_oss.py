@@ -204,3 +204,20 @@ def test_refused(key, value):
     hub = {k: v for k, v in tiny.CONFIGS["gpt_oss"].items() if k != "initial_context_length"}
     with pytest.raises(ValueError, match=key):
         read(gpt_oss.FAMILY, hub | {key: value})
+
+
+def test_routing_of_few_rows_on_a_gpu():
+    """A GPU's logits are those of float64, rounded once, and its softmax of the chosen is JAX's but for last bits."""
+    random = np.random.RandomState(0)
+    router = gpt_oss.Router(read(gpt_oss.FAMILY, tiny.CONFIGS["gpt_oss"]), key=jax.random.key(0))
+    router = eqx.tree_at(lambda r: r.bias, router, jnp.asarray(random.standard_normal(router.bias.shape), jnp.float32))
+    x = jnp.asarray(random.standard_normal((2, 3, router.weight.shape[1])), jnp.float32)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x, router = jax.tree.map(lambda a, dtype=dtype: a.astype(dtype), (x, router))
+        exact, weight, bias = (np.asarray(a, np.float64) for a in (x, router.weight, router.bias))
+        logits = router.few(x)
+        assert logits.dtype == dtype
+        shares, plain = gpt_oss.softmax_of_few(3 * logits), jax.nn.softmax(3 * logits)
+        for found, meant in ((logits, exact @ weight.T + bias), (shares, plain)):
+            found, meant = (np.asarray(a, np.float64) for a in (found, meant))
+            np.testing.assert_allclose(found, meant, rtol=float(jnp.finfo(dtype).eps), atol=1e-6)

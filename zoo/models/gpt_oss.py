@@ -8,6 +8,7 @@ MXFP4.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
+from kernels.backends.device import device
+from kernels.invariant import wide
 from kernels.sums import spread
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
@@ -128,6 +131,20 @@ class Attention(AbstractGroupedAttention):
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
 
+def are_few(rows: Float[Array, "batch seq dim"]) -> bool:
+    """Whether these rows are on a GPU, and so few that starting a kernel takes longer than to compute what it does."""
+    return device().platform == "gpu" and rows.size <= kernels.FEW * rows.shape[-1]
+
+
+def softmax_of_few(logits: Float[Array, "batch seq choices"]) -> Float[Array, "batch seq choices"]:
+    """Computes `jax.nn.softmax`, choice by choice. So it is a part of the kernel that sums up the experts' outputs."""
+    each = jnp.split(logits, logits.shape[-1], axis=-1)
+    most = jax.lax.stop_gradient(functools.reduce(jnp.maximum, each))
+    powers = [jnp.exp(one - most) for one in each]
+    total = functools.reduce(jnp.add, map(wide, powers)).astype(logits.dtype)
+    return jnp.concatenate([power / total for power in powers], axis=-1)
+
+
 class Router(eqx.Module):
     """Logits of all experts. Not a `Linear`, so that LoRA and quantization leave it alone."""
 
@@ -140,8 +157,19 @@ class Router(eqx.Module):
         self.bias = jnp.zeros(config.num_local_experts)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        if are_few(x):
+            return self.few(x)
         logits = plain_product(kernels.product("...d,ed->...e", x, self.weight))
         return logits + spread(self.bias, logits.shape)
+
+    def few(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
+        """Computes the logits in float32, and rounds them once. On a GPU it is one kernel.
+
+        The bias is a part of each sum's first term: for one that is added later XLA takes a second kernel.
+        """
+        bias = jnp.where(jnp.arange(x.shape[-1])[None] == 0, wide(self.bias)[:, None], 0)
+        products = wide(x)[..., None, :] * spread(wide(self.weight), (*x.shape[:-1], *self.weight.shape))
+        return jnp.sum(products + spread(bias, products.shape), axis=-1).astype(x.dtype)
 
 
 class Experts(eqx.Module):
@@ -183,7 +211,8 @@ class MLP(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.router(x)
         _, best, chosen = moe.choose(logits, self.top_k)
-        y = moe.dispatch(self.experts, x, chosen, kernels.softmax(best), lambda experts: experts.down_proj)
+        weights = softmax_of_few(best) if are_few(best) else kernels.softmax(best)
+        y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
         probability = kernels.softmax(logits.astype(jnp.float32))
         return y, moe.Routing.of(logits, probability, chosen, segments)
 

@@ -93,8 +93,8 @@ def with_shared(
 ) -> Float[Array, "batch seq embed"]:
     """Adds the outputs of the shared experts to those of the chosen ones, which `dispatch` returns.
 
-    Where a GPU decodes, this sum and the one with the residual are a part of the kernel that sums up the chosen experts'
-    outputs. Otherwise it is a part of cuBLAS's product for the shared experts, and the residual takes one more kernel.
+    Where a GPU decodes, one kernel computes this sum, the one of the chosen experts before it, and the one with the
+    residual after it. Without `plain_product` this sum is a part of cuBLAS's product, and the residual's is one kernel.
     """
     return y + plain_product(shared)
 
