@@ -1,6 +1,7 @@
 """gpt-oss as released: experts in MXFP4, and the duplicate keys of config.json."""
 
 import json
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -209,7 +210,8 @@ def test_refused(key, value):
 def test_routing_of_few_rows_on_a_gpu():
     """A GPU's logits are those of float64, rounded once, and its softmax of the chosen is JAX's but for last bits."""
     random = np.random.RandomState(0)
-    router = gpt_oss.Router(read(gpt_oss.FAMILY, tiny.CONFIGS["gpt_oss"]), key=jax.random.key(0))
+    config: Any = read(gpt_oss.FAMILY, tiny.CONFIGS["gpt_oss"])
+    router = gpt_oss.Router(config, key=jax.random.key(0))
     router = eqx.tree_at(lambda r: r.bias, router, jnp.asarray(random.standard_normal(router.bias.shape), jnp.float32))
     x = jnp.asarray(random.standard_normal((2, 3, router.weight.shape[1])), jnp.float32)
     for dtype in (jnp.float32, jnp.bfloat16):
