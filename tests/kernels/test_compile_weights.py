@@ -63,8 +63,8 @@ KERNELS = {
     ("qwen3-8b", 2, 4): 12,
     ("gemma3-12b", 6, 12): 14,
     ("qwen3-30b-a3b", 2, 4): 17,
-    ("gpt-oss-20b", 2, 4): 20,
-    ("deepseek-v3", 2, 4): 25,
+    ("gpt-oss-20b", 2, 4): 18,
+    ("deepseek-v3", 2, 4): 24,
 }
 
 

@@ -209,8 +209,8 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.router(x)
-        _, best, chosen = moe.choose(logits.astype(jnp.float32), self.top_k)
-        weights = kernels.softmax(best).astype(x.dtype)
+        _, best, chosen = moe.choose(logits, self.top_k)
+        weights = kernels.softmax(best.astype(jnp.float32)).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.output_linear)
         probability = kernels.softmax(logits.astype(jnp.float32))
         return y, moe.Routing.of(logits, probability, chosen, segments)
