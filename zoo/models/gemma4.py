@@ -390,8 +390,8 @@ class Block(AbstractSharingBlock, AbstractDecoderBlock):
         shared: Shared,
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | NoCache | None, moe.Routing | None, Shared]:
         y, cache, handed_on = self.self_attn(self.input_layernorm(x), cache, at, shared)
-        x = x + self.post_attention_layernorm(y)
-        y, routing = self.mlp(self.pre_feedforward_layernorm(x)), None
+        x, y = kernels.add_and_norm(x, y, self.post_attention_layernorm, self.pre_feedforward_layernorm)
+        y, routing = self.mlp(y), None
         if self.mixture is not None:
             y, routing = self.mixture(x, y, at.segments)
         x = x + self.post_feedforward_layernorm(y)
