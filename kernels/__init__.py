@@ -23,7 +23,7 @@ from kernels.masks import Around, Causal, Chunk, Full, Mask, Spans, Window, slid
 from kernels.products import products
 from kernels.quantized_matmul import fp8_matmul, int8_matmul
 from kernels.ragged_dot import ragged_dot, rounded_ragged_dot
-from kernels.rms_norms import add_and_norm, rms_norms
+from kernels.rms_norms import rms_norms
 from kernels.sort_rows import sort_rows
 from kernels.stacked import Slots, Stacked
 from kernels.tokens import Tokens, counted
@@ -43,7 +43,6 @@ __all__ = [
     "Stacked",
     "Tokens",
     "Window",
-    "add_and_norm",
     "attention",
     "cache_write",
     "causal_conv",

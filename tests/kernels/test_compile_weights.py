@@ -61,10 +61,10 @@ MADE = {"deepseek-v2-lite": "[16,512,128]"}
 KERNELS = {
     ("llama3.1-8b", 2, 4): 12,
     ("qwen3-8b", 2, 4): 12,
-    ("gemma3-12b", 6, 12): 14,
+    ("gemma3-12b", 6, 12): 13,
     ("qwen3-30b-a3b", 2, 4): 17,
     ("gpt-oss-20b", 2, 4): 20,
-    ("deepseek-v3", 2, 4): 25,
+    ("deepseek-v3", 2, 4): 24,
 }
 
 

@@ -208,8 +208,8 @@ class Block(AbstractDecoderBlock):
         self, x: Float[Array, "batch seq embed"], cache: KV | WindowKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | None, None]:
         y, cache = self.self_attn(self.input_layernorm(x), cache, at)
-        x, y = kernels.add_and_norm(x, y, self.post_attention_layernorm, self.pre_feedforward_layernorm)
-        y = self.mlp(y)
+        x = x + self.post_attention_layernorm(y)
+        y = self.mlp(self.pre_feedforward_layernorm(x))
         return x + self.post_feedforward_layernorm(y), cache, None
 
     def init_cache(self, layers: int, batch: int, length: int, dtype: DTypeLike) -> KV | WindowKV:
