@@ -1,6 +1,6 @@
 """The parts that `rms_norms` implementations share: what a norm is."""
 
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
@@ -17,6 +17,8 @@ then rounded; "offset": it is multiplied by 1 + weight, and then rounded.
 class Norm(Protocol):
     """A root mean square norm of the last axis (arXiv:1910.07467): a pytree, which defines itself when it is called."""
 
+    scaling: ClassVar[Scaling]
+
     @property
     def weight(self) -> Any:
         """The factors of the features: an array, or a layer of a stack, `kernels.stacked.Stacked`."""
@@ -24,9 +26,6 @@ class Norm(Protocol):
     @property
     def eps(self) -> float:
         """The number that is added to the mean of squares."""
-
-    @property
-    def scaling(self) -> Scaling: ...
 
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]: ...
 

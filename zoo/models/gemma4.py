@@ -304,7 +304,7 @@ class Experts(eqx.Module):
 
 
 class MoE(eqx.Module):
-    """A mixture of experts beside the MLP, with norms of its own. Its router gets the features before the MLP's norm."""
+    """A mixture of experts beside the MLP, with norms of its own. Its router gets the features before any norm."""
 
     router: ScaledRouter
     experts: Experts
@@ -395,8 +395,9 @@ class Block(AbstractSharingBlock, AbstractDecoderBlock):
         if self.mixture is None:
             y, routing = self.mlp(self.pre_feedforward_layernorm(x)), None
         else:
-            norms = self.pre_feedforward_layernorm, self.mixture.pre_feedforward_layernorm_2
-            for_mlp, for_experts = kernels.rms_norms(*((x, norm) for norm in norms))
+            for_mlp, for_experts = kernels.rms_norms(
+                (x, self.pre_feedforward_layernorm), (x, self.mixture.pre_feedforward_layernorm_2)
+            )
             y, routing = self.mixture(x, for_experts, self.mlp(for_mlp), at.segments)
         x = x + self.post_feedforward_layernorm(y)
         if self.per_layer is not None:

@@ -89,7 +89,7 @@ class LatentAttention(AbstractScalableAttention, AbstractMixer):
     def projected(
         self, x: Float[Array, "batch seq embed"]
     ) -> tuple[Float[Array, "batch seq features"], Float[Array, "batch seq latent"], Float[Array, "batch seq shared"]]:
-        """Projects all heads' queries, the latents of keys and values, and the key that heads share, not rotated yet."""
+        """Projects queries, the latents of keys and values, and the key that heads share; nothing is rotated yet."""
         rank = self.config.kv_lora_rank
         if self.q_proj is not None:
             q, latents = project(x, self.q_proj, self.kv_a_proj_with_mqa)
