@@ -22,10 +22,12 @@ class Norm(Protocol):
     @property
     def weight(self) -> Any:
         """The factors of the features: an array, or a layer of a stack, `kernels.stacked.Stacked`."""
+        ...
 
     @property
     def eps(self) -> float:
         """The number that is added to the mean of squares."""
+        ...
 
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]: ...
 
