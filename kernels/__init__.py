@@ -24,6 +24,7 @@ from kernels.masks import Around, Causal, Chunk, Full, Mask, Spans, Window, slid
 from kernels.products import FEW_ROWS, apart, products
 from kernels.quantized_matmul import fp8_matmul, int8_matmul
 from kernels.ragged_dot import ragged_dot, rounded_ragged_dot
+from kernels.rms_norms import rms_norms
 from kernels.sort_rows import sort_rows
 from kernels.stacked import Slots, Stacked
 from kernels.tokens import Tokens, counted
@@ -63,6 +64,7 @@ __all__ = [
     "product",
     "products",
     "ragged_dot",
+    "rms_norms",
     "rounded_ragged_dot",
     "sliding",
     "softmax",

@@ -2,6 +2,7 @@
 
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ from tests.kernels.gpu import Case, complaints, mesh_of, needs_compiler
 from train.base.chips import fleet
 from train.planning import breakdown
 from train.state.remat import REMAT
+from zoo.nn.layers import RMSNorm
 
 
 MB = 1 << 20
@@ -88,6 +90,18 @@ def gated(rows, ins, outs, experts=None, *, formula=silu, card="h200", temporary
     return Case(function, (array(rows, ins), matrix, matrix, sizes), (), temporary, card)
 
 
+def normed(*arrays, rows=8, card="h200"):
+    """Returns a case of norms of arrays (features, of which are normed), by the second layer of stacks of three."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def function(xs, stacks):
+        norms = [eqx.tree_at(lambda m: m.weight, RMSNorm(1, 1e-6), Stacked(stack, jnp.array(1))) for stack in stacks]
+        return kernels.rms_norms(*zip(xs, norms, strict=True), implementation="triton")
+
+    xs, stacks = [array(rows, 1, all) for all, _ in arrays], [array(3, some) for _, some in arrays]
+    return Case(function, (xs, stacks), (), 1_000, card)  # the numbers of layers
+
+
 def written(*shape, rows=8, heads=8, dim=128):
     """Returns a case of one token's keys and values of each row, written into caches of three layers."""
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
@@ -141,6 +155,9 @@ CASES = {
     "by head, from latents, DeepSeek V3": by_head(128, 128, 128, 192, to_latent=False, rows=16),
     "by head, to latents, GLM-4.7-Flash": by_head(20, 192, 256, 256, to_latent=True),
     "by head, from latents, an RTX 4090": by_head(20, 192, 256, 256, to_latent=False, card="4090"),
+    "norms of the latents of DeepSeek V3": normed((1536, 1536), (576, 512)),
+    "norms of the residual, Gemma 4 26B, an RTX 4090": normed((2816, 2816), (2816, 2816), rows=16, card="4090"),
+    "norms, the widest": normed((16384, 16384), (8191, 8191)),
     "keys and values written": written(8, 8192),
 }
 

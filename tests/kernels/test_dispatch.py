@@ -46,6 +46,7 @@ ASKED = {
     "products": ("reference", "triton reference", "reference", "invariant"),
     "quantized_matmul": ("xla reference", "triton xla reference", "tpu xla reference", ""),
     "ragged_dot": ("xla reference", "triton xla reference", "tpu xla reference", "invariant mosaic"),
+    "rms_norms": ("reference", "triton reference", "reference", "invariant"),
     "sort_rows": ("reference", "triton reference", "reference", "invariant"),
     "top_k": ("reference", "triton reference", "reference", "invariant"),
 }

@@ -38,6 +38,7 @@ from zoo.nn.layers import (
     Linear,
     geglu,
     gelu_times,
+    project,
     rms_normalized,
     times,
 )
@@ -237,13 +238,14 @@ class Attention(eqx.Module):
         if self.window is None:  # global layers are causal in images, too
             at = at._replace(spans=None)
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q = self.rotary(self.q_norm(heads(self.q_proj(x))), at)
-        if self.k_proj is None or self.k_norm is None:
+        own = [each for each in (self.k_proj, self.v_proj) if each is not None]
+        q, *kv = map(heads, project(x, self.q_proj, *own))
+        q = self.rotary(self.q_norm(q), at)
+        if self.k_norm is None:
             k, v, k_at = shared[self.kind]
         else:
-            k = heads(self.k_proj(x))
-            v = rms_normalized(k if self.v_proj is None else heads(self.v_proj(x)), self.eps)
-            k = self.rotary(self.k_norm(k), at)
+            k, v = kv[0], kv[-1]  # without v_proj they are the same
+            k, v = self.rotary(self.k_norm(k), at), rms_normalized(v, self.eps)
             k_at = at  # where the keys stand
             if isinstance(cache, KV | WindowKV):
                 cache, k, v, k_at = cache.update(k, v, at)
@@ -303,7 +305,7 @@ class Experts(eqx.Module):
 
 
 class MoE(eqx.Module):
-    """A mixture of experts beside the MLP. It gets the features before the MLP's norm, and has norms of its own."""
+    """A mixture of experts beside the MLP, with norms of its own. Its router gets the features before any norm."""
 
     router: ScaledRouter
     experts: Experts
@@ -324,6 +326,7 @@ class MoE(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "batch seq embed"],
+        normed: Float[Array, "batch seq embed"],
         of_mlp: Float[Array, "batch seq embed"],
         segments: Int[Array, "batch seq"] | None,
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
@@ -331,8 +334,7 @@ class MoE(eqx.Module):
         probability, weights, chosen = moe.choose(logits, self.top_k, "softmax")
         factors = pick(spread(self.router.per_expert_scale.astype(jnp.float32), probability.shape), chosen)
         weights = (factors * weights / kernels.total(weights)).astype(x.dtype)
-        y = self.pre_feedforward_layernorm_2(x)
-        y = moe.dispatch(self.experts, y, chosen, weights, lambda experts: experts.down_proj)
+        y = moe.dispatch(self.experts, normed, chosen, weights, lambda experts: experts.down_proj)
         y = self.post_feedforward_layernorm_1(of_mlp) + self.post_feedforward_layernorm_2(y)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 
@@ -391,9 +393,13 @@ class Block(AbstractSharingBlock, AbstractDecoderBlock):
     ) -> tuple[Float[Array, "batch seq embed"], KV | WindowKV | NoCache | None, moe.Routing | None, Shared]:
         y, cache, handed_on = self.self_attn(self.input_layernorm(x), cache, at, shared)
         x = x + self.post_attention_layernorm(y)
-        y, routing = self.mlp(self.pre_feedforward_layernorm(x)), None
-        if self.mixture is not None:
-            y, routing = self.mixture(x, y, at.segments)
+        if self.mixture is None:
+            y, routing = self.mlp(self.pre_feedforward_layernorm(x)), None
+        else:
+            for_mlp, for_experts = kernels.rms_norms(
+                (x, self.pre_feedforward_layernorm), (x, self.mixture.pre_feedforward_layernorm_2)
+            )
+            y, routing = self.mixture(x, for_experts, self.mlp(for_mlp), at.segments)
         x = x + self.post_feedforward_layernorm(y)
         if self.per_layer is not None:
             assert own_input is not None, "the model has embeddings for each layer"

@@ -140,8 +140,8 @@ class Block(AbstractDecoderBlock):
         self, x: Float[Array, "batch seq embed"], cache: LatentKV | None, at: Tokens
     ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None, moe.Routing | None]:
         y = self.input_layernorm(x)
-        q, latents = self.self_attn.projected(y)
-        y, cache = self.self_attn.attend(self.grown(q, at), latents, cache, at)
+        q, c_kv, k_pe = self.self_attn.projected(y)
+        y, cache = self.self_attn.attend(self.grown(q, at), c_kv, k_pe, cache, at)
         x = x + y
         y = self.post_attention_layernorm(x)
         y, routing = self.mlp(y, at.segments) if isinstance(self.mlp, MoE) else (self.mlp(y), None)

@@ -18,6 +18,7 @@ import kernels
 from kernels.backends.device import device
 from kernels.gated_products import SAVED
 from kernels.mesh import split_lookup
+from kernels.rms_norms.shared import Scaling
 from kernels.stacked import read
 from kernels.sums import lookup, scaled, spread
 from kernels.tiles import FEW
@@ -369,11 +370,13 @@ _layer_norm.defvjp(
 )
 
 
-class RMSNorm(eqx.Module):
+class RMSNorm(AbstractReadInPlace):
     """Root mean square norm (arXiv:1910.07467) as in Llama: computed in float32, cast back, then scaled."""
 
     weight: Float[Array, " dim"]
     eps: float = eqx.field(static=True)
+    in_place: ClassVar[tuple[str, ...]] = ("weight",)
+    scaling: ClassVar[Scaling] = "rounded"
 
     def __init__(self, dim: int, eps: float):
         self.weight, self.eps = jnp.ones(dim), eps
@@ -382,14 +385,16 @@ class RMSNorm(eqx.Module):
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
-        return scaled(y.astype(x.dtype), self.weight)
+        return scaled(y.astype(x.dtype), read(self.weight))
 
 
-class Float32RMSNorm(eqx.Module):
+class Float32RMSNorm(AbstractReadInPlace):
     """Root mean square norm (arXiv:1910.07467) that multiplies by its weight in float32 too, and rounds after that."""
 
     weight: Float[Array, " dim"]
     eps: float = eqx.field(static=True)
+    in_place: ClassVar[tuple[str, ...]] = ("weight",)
+    scaling: ClassVar[Scaling] = "float32"
 
     def __init__(self, dim: int, eps: float):
         self.weight, self.eps = jnp.ones(dim), eps
@@ -398,14 +403,16 @@ class Float32RMSNorm(eqx.Module):
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
-        return (y * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
+        return (y * jnp.broadcast_to(read(self.weight).astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
-class OffsetRMSNorm(eqx.Module):
+class OffsetRMSNorm(AbstractReadInPlace):
     """Root mean square norm (arXiv:1910.07467) as in Gemma: scaled by 1 + weight, in float32 to the end."""
 
     weight: Float[Array, " dim"]
     eps: float = eqx.field(static=True)
+    in_place: ClassVar[tuple[str, ...]] = ("weight",)
+    scaling: ClassVar[Scaling] = "offset"
 
     def __init__(self, dim: int, eps: float):
         self.weight, self.eps = jnp.zeros(dim), eps
@@ -414,7 +421,7 @@ class OffsetRMSNorm(eqx.Module):
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
-        return (y * jnp.broadcast_to(1 + self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
+        return (y * jnp.broadcast_to(1 + read(self.weight).astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
 class GatedRMSNorm(eqx.Module):

@@ -88,19 +88,23 @@ class LatentAttention(AbstractScalableAttention, AbstractMixer):
 
     def projected(
         self, x: Float[Array, "batch seq embed"]
-    ) -> tuple[Float[Array, "batch seq features"], Float[Array, "batch seq latent"]]:
-        """Projects all heads' queries; and the latents with the key that heads share. Neither is rotated yet."""
-        first = self.q_proj if self.q_a_proj is None else self.q_a_proj
-        assert first is not None
-        q, latents = project(x, first, self.kv_a_proj_with_mqa)
-        for step in (self.q_a_layernorm, self.q_b_proj):
-            q = q if step is None else step(q)
-        return q, latents
+    ) -> tuple[Float[Array, "batch seq features"], Float[Array, "batch seq latent"], Float[Array, "batch seq shared"]]:
+        """Projects queries, the latents of keys and values, and the key that heads share; nothing is rotated yet."""
+        rank = self.config.kv_lora_rank
+        if self.q_proj is not None:
+            q, latents = project(x, self.q_proj, self.kv_a_proj_with_mqa)
+            c_kv, k_pe = jnp.split(latents, [rank], axis=-1)
+            return q, self.kv_a_layernorm(c_kv), k_pe
+        assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
+        q, latents = project(x, self.q_a_proj, self.kv_a_proj_with_mqa)
+        q, c_kv = kernels.rms_norms((q, self.q_a_layernorm), (latents, self.kv_a_layernorm))
+        return self.q_b_proj(q), c_kv, latents[..., rank:]
 
     def attend(
         self,
         q: Float[Array, "batch seq features"],
-        latents: Float[Array, "batch seq latent"],
+        c_kv: Float[Array, "batch seq latent"],
+        k_pe: Float[Array, "batch seq shared"],
         cache: LatentKV | None,
         at: Tokens,
     ) -> tuple[Float[Array, "batch seq embed"], LatentKV | None]:
@@ -110,8 +114,6 @@ class LatentAttention(AbstractScalableAttention, AbstractMixer):
         after_nope = lambda y: jnp.split(y, [c.qk_nope_head_dim], axis=-1)
         q = heads(q)
         q_nope, q_pe = after_nope(q)
-        c_kv, k_pe = jnp.split(latents, [c.kv_lora_rank], axis=-1)
-        c_kv = self.kv_a_layernorm(c_kv)
         if self.rotary is not None:
             q_pe, k_pe = self.rotary(q_pe, at), self.rotary(k_pe[:, :, None], at)[:, :, 0]
         cached = None  # all latents, those of the cache too

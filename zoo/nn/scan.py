@@ -119,8 +119,10 @@ def scan_with_caches(
     of_repeats = (np.arange(repeats, dtype=np.int32), scanned, _by_repeat(own_inputs, repeats))
     gathers = any(mesh.split(axis) > 1 for axis in mesh.PARAMETERS)
     no_loop = device().platform == "gpu" and x.shape[1] <= FEW and not gathers
-    (x, caches), (reports, handed_on) = jax.lax.scan(one, (x, caches), of_repeats, unroll=no_loop)
-    return x, caches, reports, _of_one_repeat(handed_on)
+    (x, new), (reports, handed_on) = jax.lax.scan(one, (x, caches), of_repeats, unroll=no_loop)
+    # The last layer's number would be copied into each donated cache, by a kernel of its own.
+    new = tuple(eqx.tree_at(lambda c: c.layer, cache, old.layer) for cache, old in zip(new, caches, strict=True))
+    return x, new, reports, _of_one_repeat(handed_on)
 
 
 def _run_apart(
