@@ -19,7 +19,7 @@ import kernels
 from kernels import Tokens
 from kernels.sums import lookup
 from zoo.nn.block import AbstractBlock
-from zoo.nn.layers import AbstractLinear, Float32RMSNorm, LayerNorm, Linear, geglu, rms_normalized
+from zoo.nn.layers import AbstractLinear, Float32RMSNorm, LayerNorm, Linear, gelu_times, rms_normalized
 from zoo.nn.rope import AbstractRotary, rotated
 from zoo.nn.stack import Stack
 from zoo.vision.model import AbstractTowerConfig, AbstractVision, AbstractVisionKeys, Nested
@@ -248,7 +248,7 @@ class MLP(eqx.Module):
         self.down_proj = ClippedLinear(c.intermediate_size, c.hidden_size, c.use_clipped_linears, key=down)
 
     def __call__(self, x: Float[Array, "pictures patches embed"]) -> Float[Array, "pictures patches embed"]:
-        return self.down_proj(geglu(x, self.gate_proj, self.up_proj))
+        return self.down_proj(gelu_times(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(AbstractBlock):
