@@ -24,7 +24,7 @@ import pytest
 
 
 FILE, FAMILY = 40, 20  # CPU seconds, on an otherwise idle machine with two cores
-TIERS = {"default": 880, "slow": 1450}  # of all files together; CI runs them two or three times
+TIERS = {"default": 880, "thorough": 1450}  # of all files together; CI runs them two or three times
 ROOM = 3  # a run may take this multiple of them: busy machines, slower cores, newer jaxlibs that compile half as fast
 README = pathlib.Path(__file__).with_name("README.md")
 
@@ -73,7 +73,7 @@ class Seconds:
 
 
 def tier(item: pytest.Item) -> str:
-    return next((name for name in ("slow", "live") if item.get_closest_marker(name)), "default")
+    return next((name for name in ("thorough", "live") if item.get_closest_marker(name)), "default")
 
 
 def _cpu() -> float:
@@ -93,7 +93,7 @@ def overruns(counted: Mapping[str, float]) -> list[str]:
         if seconds > ROOM * budget:
             faults.append(
                 f"The tests of {what} took {seconds:.0f} CPU seconds, where {budget} are the budget "
-                "(tests/seconds.py): compile less, or mark what must be long as slow."
+                "(tests/seconds.py): compile less, or mark what must be long as thorough."
             )
     return faults
 
@@ -116,11 +116,11 @@ def table(counted: Mapping[tuple[str, str], float]) -> str:
     rows = []
     for kind, budget, belongs in (("file", FILE, _is_file), ("family", FAMILY, lambda what: not _is_file(what))):
         of = {tier: {what: s for (what, t), s in counted.items() if t == tier and belongs(what)} for tier in TIERS}
-        whats = sorted(of["default"] | of["slow"], key=lambda what: (-of["default"].get(what, 0), what))
-        rows += [f"| {kind} | default, at most {budget} | slow |", "|---|---|---|"]
-        rows += [f"| {w} | {of['default'].get(w, 0):.1f} | {of['slow'].get(w, 0):.1f} |" for w in whats]
-        limits = f", at most {TIERS['default']} and {TIERS['slow']}" if kind == "file" else ""
-        rows += [f"| all{limits} | {sum(of['default'].values()):.0f} | {sum(of['slow'].values()):.0f} |", ""]
+        whats = sorted(of["default"] | of["thorough"], key=lambda what: (-of["default"].get(what, 0), what))
+        rows += [f"| {kind} | default, at most {budget} | thorough |", "|---|---|---|"]
+        rows += [f"| {w} | {of['default'].get(w, 0):.1f} | {of['thorough'].get(w, 0):.1f} |" for w in whats]
+        limits = f", at most {TIERS['default']} and {TIERS['thorough']}" if kind == "file" else ""
+        rows += [f"| all{limits} | {sum(of['default'].values()):.0f} | {sum(of['thorough'].values()):.0f} |", ""]
     return "\n".join(rows)
 
 
@@ -137,7 +137,7 @@ def measure(*selected: str) -> dict[tuple[str, str], float]:
         path = pathlib.Path(folder) / "seconds"
         options = ["-q", "-n", "2", f"--seconds={path}"]
         options += ["--deselect", "tests/test_seconds.py::test_the_tables_are_whole_and_within_the_budget"]  # as yet
-        for marks in ("not slow and not live", "slow and not live"):  # each as CI runs it
+        for marks in ("not thorough and not live", "thorough and not live"):  # each as CI runs it
             command = [sys.executable, "-m", "pytest", *options, "-m", marks, *selected]
             status = subprocess.run(command, cwd=README.parents[1], env=os.environ | {"XDG_CACHE_HOME": folder})
             if status.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):

@@ -61,7 +61,7 @@ def test_libtpu_is_quiet_unless_the_user_asks(tmp_path, monkeypatch):
     assert python(code, ROOT, cwd=tmp_path).stdout.split() == ["3", "0"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_cost(tmp_path):
     assert float(python(IMPORTS, ROOT, cwd=tmp_path).stdout.split(" ", 1)[0]) < 5
 

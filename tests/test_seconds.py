@@ -38,16 +38,16 @@ def test_a_run_counts_each_test_and_fails_beyond_the_budget(pytester, monkeypatc
         def test_of_a_family():
             test_seconds.NOW[0] += 4
 
-        @pytest.mark.slow
+        @pytest.mark.thorough
         def test_slow():
             test_seconds.NOW[0] += 5
         """
     )
-    pytester.makeini("[pytest]\nmarkers =\n    slow\n    xdist_group(name)")
+    pytester.makeini("[pytest]\nmarkers =\n    thorough\n    xdist_group(name)")
     monkeypatch.setattr(seconds, "_cpu", lambda: NOW[0])
     plugin = seconds.Seconds()
     assert pytester.inline_run(plugins=[plugin]).ret == pytest.ExitCode.OK
-    assert plugin.counted == {("test_x.py", "default"): 7, ("llama", "default"): 4, ("test_x.py", "slow"): 5}
+    assert plugin.counted == {("test_x.py", "default"): 7, ("llama", "default"): 4, ("test_x.py", "thorough"): 5}
     monkeypatch.setattr(seconds, "FAMILY", 1)
     assert pytester.inline_run(plugins=[seconds.Seconds()]).ret == pytest.ExitCode.TESTS_FAILED
 
@@ -64,9 +64,9 @@ def test_rows_and_sums_of_the_tables_have_budgets():
     (file,) = seconds.faults(within | {("tests/b.py", "default"): seconds.FILE + 0.2})
     (family,) = seconds.faults(within | {("gemma", "default"): seconds.FAMILY + 0.2})
     many = {(f"tests/{n}.py", "default"): 1.0 for n in range(seconds.TIERS["default"] + 1)}
-    (tier,) = seconds.faults(many | {("tests/0.py", "slow"): seconds.TIERS["slow"]})
+    (tier,) = seconds.faults(many | {("tests/0.py", "thorough"): seconds.TIERS["thorough"]})
     assert "tests/b.py" in file and "gemma" in family and "the default tier" in tier
-    assert "the slow tier" in seconds.faults({("tests/a.py", "slow"): seconds.TIERS["slow"] + 1.0})[0]
+    assert "the thorough tier" in seconds.faults({("tests/a.py", "thorough"): seconds.TIERS["thorough"] + 1.0})[0]
 
 
 def test_the_tables_are_whole_and_within_the_budget():
@@ -80,5 +80,5 @@ def test_the_tables_are_whole_and_within_the_budget():
 
 
 def test_tables_are_read_as_written():
-    counted = {("tests/a.py", "default"): 1.5, ("tests/a.py", "slow"): 0.0, ("llama", "default"): 2.0}
-    assert seconds.read(seconds.table(counted)) == counted | {("llama", "slow"): 0.0}
+    counted = {("tests/a.py", "default"): 1.5, ("tests/a.py", "thorough"): 0.0, ("llama", "default"): 2.0}
+    assert seconds.read(seconds.table(counted)) == counted | {("llama", "thorough"): 0.0}

@@ -30,7 +30,7 @@ def test_data_is_installed():
     assert list(pathlib.Path(kernels.__file__).parent.glob("*/*.json"))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_training_ends_with_a_model_that_generates(tmp_path):
     command = [sys.executable, "-m", "train.sft", "--steps", "2", "--batch", "8", "--seq-len", "64", "--out", "run"]
     as_users = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -18,10 +18,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def test_which_runs_check_types(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", False)
-    assert all(map(typed.wanted, ("not slow and not live", "", "not live", "slow or not slow")))
-    assert not any(map(typed.wanted, ("slow", "live", "slow and not live", "slow or live")))
+    assert all(map(typed.wanted, ("not thorough and not live", "", "not live", "thorough or not thorough")))
+    assert not any(map(typed.wanted, ("thorough", "live", "thorough and not live", "thorough or live")))
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    assert not typed.wanted("not slow and not live")
+    assert not typed.wanted("not thorough and not live")
 
 
 @pytest.mark.skipif(jaxtyping.config.jaxtyping_disable, reason="JAXTYPING_DISABLE leaves the checks out")

@@ -91,7 +91,7 @@ def test_kernels(tmp_path, capsys, here):
     assert record["versions"]["jax"] and "Left out, as there was no more time: nothing" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_states(tmp_path, here):
     kernels.main(rehearse=True, only=("states of Nemotron*",), out=tmp_path)
     rows = written(tmp_path)["rows"]
@@ -119,7 +119,7 @@ def test_what_is_left_out_is_listed(tmp_path, here):
     assert written(tmp_path)["settings"]["skipped"] == ["causal D128 T8k"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_tune(tmp_path, capsys, here):
     pattern = "ragged_dot.triton.matrices"
     tune.main(rehearse=True, only=("Qwen3-30B-A3B up",), kernels=(pattern,), candidates=1, out=tmp_path)
@@ -162,7 +162,7 @@ def test_neighbours_differ_by_one_step():
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_first(tmp_path, here):
     """Both kernels are right in each call, in the padding too, and a step reports what the compiler has counted."""
     first.main(rehearse=True, out=tmp_path)
@@ -242,7 +242,7 @@ def test_kinds_of_kernels(name, kind):
     assert profile.kind(name) == kind
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_profile_and_serve(tmp_path, here):
     profile.main(rehearse=True, only=("llama3.2-3b",), out=tmp_path / "profile")
     rows = written(tmp_path / "profile")["rows"]

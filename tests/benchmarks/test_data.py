@@ -14,7 +14,7 @@ def test_preparing(tmp_path):
     assert tokens > 4_000 and data.prepares(str(path), 128, "fit")() == tokens
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="needs datasets and transformers")
 def test_datasets_prepares_the_same(tmp_path):
     path = tmp_path / "text.jsonl"

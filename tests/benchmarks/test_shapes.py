@@ -12,7 +12,7 @@ from benchmarks.shapes import main, read, rows
 from train.tiny import shapes
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_tiny_model_learns_from_drawings(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shapes, "HELD_OUT", 4)
     shapes.main(tmp_path, drawings=16)

@@ -314,7 +314,7 @@ def test_fused_kernels(implementation, strength):
     hold_half(implementation, HALF_SEGMENTS, *HEADS_OF[implementation], 24, 20, strength=strength)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("implementation", "sizes", "erase"),
     [

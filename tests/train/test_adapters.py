@@ -151,14 +151,14 @@ def test_over_rounded_weights(rounded, tuned):
     assert_over_rounded_weights(*rounded, tuned)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_over_weights_of_four_bits(base, tmp_path):
     slower = dict(lr=1e-2, hold_out=0.05)
     tuned = tmp_path / "float", *adapted(base, tmp_path / "float", **slower)
     assert_over_rounded_weights(tmp_path / "nf4", *adapted(base, tmp_path / "nf4", quantize="nf4", **slower), tuned)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_adapters_on_a_mesh(base, rounded, tmp_path, monkeypatch, stop_after):
     """On a mesh, the losses equal one device's, also over rounded weights."""
     devices(monkeypatch, 4)
@@ -167,7 +167,7 @@ def test_adapters_on_a_mesh(base, rounded, tmp_path, monkeypatch, stop_after):
     np.testing.assert_allclose(losses(metrics), losses(rounded[1])[:2], rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_adapters_in_a_pipeline(base, tmp_path, monkeypatch):
     options = dict(steps=2, batch=12, lora=LORA)
     want = losses(run(base, tmp_path / "one", **options))

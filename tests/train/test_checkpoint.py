@@ -329,7 +329,7 @@ for step in range(10_000):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_while_saving(tmp_path, record_property):
     """Kills come at a moment within a save, and at random moments, some of them within a save, too."""
     zeros = TrainState(jnp.int32(0), jnp.zeros((3000, 1000)), None)
@@ -426,7 +426,7 @@ def test_arrays_are_read_one_after_another(tmp_path):
     assert peak < 0.3 * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process as Linux tells it")
 def test_memory_of_a_resumed_run(tmp_path, record_property):
     """In three steps a resumed run peaks at little more than its state: 128 MiB in 64 arrays of random numbers. A new

@@ -100,7 +100,7 @@ def stepped(load, batch):
     return after
 
 
-@pytest.mark.parametrize("name", ["llama-rope3", pytest.param("deepseek3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama-rope3", pytest.param("deepseek3", marks=pytest.mark.thorough)])
 def test_a_step(stepped, batch, name):
     """A head whose largest logit exceeded the threshold has it as its largest, and no other weights change."""
     model, state, metrics = stepped(name)
@@ -125,7 +125,7 @@ def test_a_step(stepped, batch, name):
     jax.tree.map(check, *(jax.tree.map(np.asarray, tree) for tree in (model, state.model, expected)))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", ["fsdp=2,tensor=2,context=2", "stage=3,tensor=2"])
 def test_in_microbatches_on_a_mesh(stepped, batch, text):
     """The maximum of microbatches, of devices that split rows, heads and tokens, of stages, and under remat, is that of

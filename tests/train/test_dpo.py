@@ -216,7 +216,7 @@ def test_the_script_trains_adapters(base, pairs, tmp_path):
     assert_learnt_from_the_start(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_embedded_model_learns_the_embedded_preferences(tmp_path, monkeypatch):
     """The embedded model learns the embedded preferences on a mesh."""
     devices(monkeypatch, 8)

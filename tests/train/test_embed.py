@@ -244,7 +244,7 @@ def test_scores_are_learnt(base, words, tmp_path):
     assert last["validation_spearman"] > before["validation_spearman"] + 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_adapters_and_meshes(base, words, tmp_path, monkeypatch):
     """Adapters are trained, and losses on eight devices are those on one, in parts, too."""
     mesh, parts = ("--mesh", "fsdp=4,tensor=2"), ("--microbatches", 2)

@@ -106,7 +106,7 @@ def test_a_run_without_progress_ends(base, model, impatient, capsys):
     assert f"{looks[best]:.3f} at best, {looks[best]:.3f} of the model" in said
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_patience_survives_interruptions(base, impatient, tmp_path, stop_after):
     """The best model's checkpoint is not removed to make room for newer ones."""
     options, metrics, out = impatient
@@ -119,7 +119,7 @@ def test_patience_survives_interruptions(base, impatient, tmp_path, stop_after):
     assert weights(tmp_path / "model") == weights(out / "model")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_best_without_patience(base, model, impatient, tmp_path):
     """All steps are run, and the model with the lowest loss is exported."""
     options, _, _ = impatient

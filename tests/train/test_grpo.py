@@ -451,7 +451,7 @@ def test_a_reward_model_teaches(folder, judges, tmp_path):
     command("train.grpo", *arguments(folder, tmp_path / "dry", *more, "--dry-run"))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("changes", [{}, {"lora": grpo.finetune.Lora(rank=8), "iterations": 2, "minibatches": 2}])
 def test_the_reward_rises(folder, tmp_path, changes):
     """The reward rises from chance, 5 of 26 letters, to nearly 1: on- and off-policy, with all weights or adapters."""
@@ -462,7 +462,7 @@ def test_the_reward_rises(folder, tmp_path, changes):
     assert (tmp_path / "run" / ("adapter" if changes else "model")).is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [[], ["--one-step-off"]])
 def test_a_run_that_fails_goes_on_to_the_same_numbers(folder, tmp_path, monkeypatch, more):
     """A failed run resumes from its last checkpoint with the same samples and updates, bit by bit. For kill -9 see
@@ -494,7 +494,7 @@ def test_a_run_that_fails_goes_on_to_the_same_numbers(folder, tmp_path, monkeypa
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), ours, theirs))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [[], ["--lora.rank", 2, "--exact-rollouts"]])
 def test_sampling_on_other_devices(folder, tmp_path, monkeypatch, more):
     """Sampling on four of eight devices beside updates on the others gives the bits of sampling on the same four."""

@@ -61,7 +61,7 @@ def test_a_hybrid_teaches_a_hybrid(model, other, batch):  # noqa: F811
     np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_training_in_eight_bits(model, batch, dtype):  # noqa: F811
     """Log-probabilities and loss are nearly those of floats. So are int8's gradients, and every parameter has one.

@@ -1,6 +1,6 @@
 """The launcher's decisions, with simulated processes, and the requests that stop a run.
 
-The slow tests at the end kill real processes, which then come back.
+The thorough tests at the end kill real processes, which then come back.
 """
 
 import http.server
@@ -285,7 +285,7 @@ def test_a_signal_while_modules_are_imported(monkeypatch):
 # ======================================================================================================================
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_lost_process_changes_no_step(tmp_path):
     """One of two processes is killed. The other continues with twice the microbatches, like one with eight devices."""
     command("train.pretrain", *storm.arguments(tmp_path / "calm", 5))
@@ -296,7 +296,7 @@ def test_a_lost_process_changes_no_step(tmp_path):
 
 
 @nightly
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_lost_processes_come_back(tmp_path, record_property):
     """A random one of two processes is killed, again and again, and restarted: no loss has other bits."""
     kills = trials(1, 20, 100)
@@ -306,7 +306,7 @@ def test_lost_processes_come_back(tmp_path, record_property):
 
 
 @nightly
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_processes_that_are_lost_and_found(tmp_path, record_property):
     """With --elastic one process continues, and later two again. Sums are then in another order."""
     kills = trials(1, 5, 100)
@@ -316,7 +316,7 @@ def test_processes_that_are_lost_and_found(tmp_path, record_property):
 
 
 @nightly
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_soak(tmp_path, record_property):
     """Faults of all kinds happen: processes are killed, hang or get a SIGTERM, and checkpoints are damaged."""
     kills = trials(1, 10, 100)

@@ -300,7 +300,7 @@ def test_refusals(folder, tmp_path):
         distill.main(options(folder, tmp_path / "run", on_policy=0.0, teacher=("a=tiny", "b=tiny")))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes",
     [
@@ -324,7 +324,7 @@ def test_the_student_learns(folder, tmp_path, changes, monkeypatch):
     assert np.mean(found[-3:]) < 0.6 * np.mean(found[:2])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_that_is_stopped_goes_on_to_the_same_numbers(folder, tmp_path, stop_after):
     run = lambda out: distill.main(options(folder, out, on_policy=0.5, steps=6, save_every=2))
     run(tmp_path / "whole")
@@ -340,7 +340,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_numbers(folder, tmp_path, sto
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_dry_run(folder, tmp_path, capsys):
     arguments = [
         "--model",

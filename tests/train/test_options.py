@@ -40,7 +40,7 @@ profile: "2:3"
 TRACKERS = ["--tracker", "tensorboard"] if importlib.util.find_spec("tensorboardX") else []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick")
 def test_all_at_once(tmp_path, monkeypatch, capsys):
     """A NaN and a spike are skipped, and the run's files are written. Another run begins with its state, the page of

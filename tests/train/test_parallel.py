@@ -46,7 +46,7 @@ FAST = [
     ("llama", STAGES),
     ("qwen3_moe", EXPERTS),
 ]
-SLOW = [
+THOROUGH = [
     ("gpt3", SPLIT),  # learnt positions
     ("qwen3-window-tail", "replica=2,context=2,tensor=2"),  # windows over the edges of parts; layers after the scan
     ("olmo2", SPLIT),  # norms over the queries and keys of all heads, which "tensor" splits
@@ -64,7 +64,7 @@ SLOW = [
     ("lfm2_moe", EXPERTS),  # convolutions between two gates, of one matrix
     ("lfm3", SPLIT),  # convolutions that reach far into another device's part
 ]
-CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)]
 SMALLER = {  # a layer of each kind, or two of each for a pipeline
     "gpt_oss": dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]),
     "llama4-alternating": dict(num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0]),
@@ -105,7 +105,7 @@ def make_batch():
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
-    return {name: write(root / name, name) for name, _ in FAST + SLOW}
+    return {name: write(root / name, name) for name, _ in FAST + THOROUGH}
 
 
 def load(folder, **options):
@@ -150,7 +150,7 @@ def mesh_of(text):
 
 
 def test_every_two_axes_meet():
-    meshes = [{axis for axis, size in mesh_of(text).shape.items() if size > 1} for _, text in FAST + SLOW]
+    meshes = [{axis for axis, size in mesh_of(text).shape.items() if size > 1} for _, text in FAST + THOROUGH]
     assert all(any({*pair} <= mesh for mesh in meshes) for pair in itertools.combinations(AXES, 2))
 
 
@@ -211,7 +211,7 @@ def test_split_equals_whole(folders, monkeypatch, name, text):
     assert ("all-to-all" in kinds) >= (size["expert"] > 1)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_step_with_tokens_in_order(tmp_path):
     """A whole training step of a hybrid, with its MTP module and chunks of logits, equals one device's."""
     model, batch, mesh = (

@@ -314,7 +314,7 @@ def test_a_plan_counts_the_tower(checkpoint):
     assert size(held.kinds["parameters"]) == size(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_fine_tuning(checkpoint, data, tmp_path, monkeypatch):
     """The tower learns, too, or stays unchanged with --freeze; the resulting model sees."""
     devices(monkeypatch, 2)

@@ -267,7 +267,7 @@ def test_no_argument_is_replicated_in_silence(text, of_tokens):
     assert parts["batch"] == whole["batch"] * of_tokens / 8
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_no_activation_is_replicated_in_silence():
     """Each of eight devices has an eighth of the activations, unless both heads and sequences are split."""
     whole = compiled(*wide("fsdp=1", jax.devices()[:1]))
@@ -610,7 +610,7 @@ def test_one_step_off(config, monkeypatch, capsys):
         planned(8, sampling_mesh="fsdp=4")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_memory_of_a_run(tmp_path, monkeypatch):
     """A run holds the bytes that are planned while it samples, and its program is the one that was compiled."""
     tiny.write(tmp_path / "model", "qwen3", eos_token_id=63)
@@ -651,7 +651,7 @@ def test_memory_of_a_run(tmp_path, monkeypatch):
     assert found["bytes"] == pytest.approx(beside + decode.arguments, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_sampling_beside_adapters(config):
     """Update and sampling share frozen weights. A device needs the larger memory of the two."""
     o = TINY.changed(method="grpo", lora=Lora(rank=4), rollout_batch=8)

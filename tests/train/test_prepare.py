@@ -339,7 +339,7 @@ def test_only_the_rows_that_a_run_comes_to_are_made(data, tmp_path, monkeypatch)
     np.testing.assert_equal(endless[:9], long[: len(endless)])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_again_and_again(data, tmp_path):
     """After kill -9 at any moment, two processes make the same store as one undisturbed process."""
     code = "from train.data import store; store.RECORDS = 3; from train import prepare; import tyro\n"

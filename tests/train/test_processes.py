@@ -210,7 +210,7 @@ def later(folder, runs, four):
     return printed(pair(folder, 2, (1, -signal.SIGKILL), *tasks.values()), tasks)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_fine_tuning(folder, two):
     """Two processes with a device each give the results of one with two, and only the first one prints and writes."""
     alone(script("sft", folder / "sft-one", *FINE_TUNING, kind="script"))
@@ -232,7 +232,7 @@ def test_fine_tuning(folder, two):
         np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-5, err_msg=name)  # bfloat16, rounded once
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, task, seen",
     [
@@ -254,7 +254,7 @@ def test_two_processes_do_what_one_does(folder, two, name, task, seen):
         assert values[0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_stopped_killed_and_resumed_by_other_numbers_of_devices(folder, runs, four, later):
     """Pre-training runs on two processes with four devices, one of which gets SIGTERM; then on two with another mesh,
     one of which is killed; and then on one process with eight devices.
@@ -271,7 +271,7 @@ def test_stopped_killed_and_resumed_by_other_numbers_of_devices(folder, runs, fo
     assert_same_run(folder / "stormy", folder / "calm")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_lost_disk(folder, later):
     """A process is killed, and its own disk is lost: the run resumes from its replica's pieces, to the last bit.
 
@@ -285,13 +285,13 @@ def test_a_lost_disk(folder, later):
     assert saved_steps(out) == {12} and not list((folder / "disks").glob("*/*/*/*[0-9]"))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_errors_of_all_are_told_by_all(two):
     for n, output in enumerate(two):
         assert f"Process {n}: ValueError: The mesh 'fsdp=3'" in output["wrong"] and "Traceback" not in output["wrong"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_that_lives_and_hangs_is_named_and_ends_the_run(folder):
     first, _ = pair(folder, 1, (1, None), ["hang"])
     told = first['["hang"]']
@@ -299,7 +299,7 @@ def test_a_process_that_lives_and_hangs_is_named_and_ends_the_run(folder):
     assert re.search(r"Process 0: Process 1 has not come to where the others are for \d s, so the run ends\.", told)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_that_fails_ends_the_others(folder):
     task = ["fail", str(folder)]
     first, second = (output[json.dumps(task)] for output in pair(folder, 1, (1, 1), task))
@@ -307,26 +307,26 @@ def test_a_process_that_fails_ends_the_others(folder):
     assert "Process 0: Another process of this run has failed, and says why." in first
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_dry_run(folder, two):
     first, second = (output["dry"] for output in two)
     assert all(word in first for word in ("Example 3", "Memory", "Mesh", "2 x cpu")) and "Memory" not in second
     assert not (folder / "dry").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_checkpoint_of_two_processes_is_restored_by_one_bit_by_bit(folder, two):
     """Two processes also restore one's checkpoint, and their own; otherwise later tasks would not have run."""
     joined.restore(str(folder / "bits of two"))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_save_that_fails_in_one_process_fails_in_all_and_the_run_goes_on(folder, two):
     """The tasks themselves check the failure; this test checks the files that are left."""
     assert [path.name for path in (folder / "failing").iterdir()] == ["7"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_bad_steps_of_two_processes(folder, two):
     """Both processes skip a NaN and a spike; the batch is saved once, and gives the same when it is computed again."""
     first, second = ([line for line in output["bad"].splitlines() if line.startswith("[[")] for output in two)
@@ -348,7 +348,7 @@ def test_bad_steps_of_two_processes(folder, two):
     assert "The first NaN is made by" in said
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_generation(two, capsys):
     """Rows on the devices of several processes are generated for all of them."""
     joined.generate(jax.devices()[:2])

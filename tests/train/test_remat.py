@@ -75,7 +75,7 @@ def test_recurrences_run_once_if_their_results_are_kept(hybrid):
     assert scans("dots") == scans("delta_out=keep,delta_states=keep") == often - 1 and scans("delta_out=keep") == often
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_gradients_do_not_depend_on_what_is_kept(hybrid):
     layer, x = hybrid.layers[-1], jnp.sin(jnp.arange(SEQ * 32.0)).reshape(1, SEQ, 32)
 

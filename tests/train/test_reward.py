@@ -139,7 +139,7 @@ def rewards(model, base, fields):
     return jax.jit(lambda m, t, s: m(t, segments=s))(model, tokens, segments)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_adapters(base, pairs, tmp_path):
     """The head is trained and stored with the adapters."""
     command(*arguments(base, pairs, tmp_path, "--lora.rank", 4))
@@ -193,7 +193,7 @@ def test_what_is_refused(base, pairs, tmp_path):
         command(*arguments(base, pairs, tmp_path, "--data", tmp_path / "labels.jsonl", "--hold-out", 0.0))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_on_a_mesh(base, pairs, tmp_path, monkeypatch):
     """Losses on eight devices are those on one."""
     command(*arguments(base, pairs, tmp_path / "one"))

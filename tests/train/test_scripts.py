@@ -263,7 +263,7 @@ def test_int8(words, whole, stopped_at):
     assert_eight_bits(words, whole, stopped_at, "int8")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_fp8(words, stopped_at):
     """fp8 rounds gradients, too, so that at a higher rate two runs soon differ."""
     more = ["--steps", 40, "--lr", 3e-3]
@@ -484,7 +484,7 @@ def test_mtp_weight(base, name, monkeypatch):
     assert len(got) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_mtp_learns(base):
     """The MTP module is created, learns, and is exported. Without decay it changes only by its own loss."""
     model, out = tiny.write(base / "further", "deepseek3", num_hidden_layers=1, first_k_dense_replace=1), base / "mtp"
@@ -556,7 +556,7 @@ def finish(process, code=0):
     return output
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_and_resumed(words, record_property):
     """SIGKILL at two moments, with saves under way, and then SIGTERM, change no loss and no weight. An error is one
     sentence with exit code 1. With more trials, every other kill comes at a random time after the start, perhaps before
@@ -595,7 +595,7 @@ def test_killed_and_resumed(words, record_property):
 
 
 @nightly
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_stopped_at_any_moment(words, record_property):
     """After a signal at a random moment after the first step, a run that mostly validates and saves is saved soon."""
     choose, out, took = random.Random(0), words / "any", []
@@ -627,14 +627,14 @@ def shakespeare(tmp_path_factory):
     return folder / "out"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_real_weights_learn_shakespeare(shakespeare):
     """Held-out loss falls by more than a nat."""
     held_out = [line["validation_loss"] for line in metrics(shakespeare) if "validation_loss" in line]
     assert held_out[-1] < held_out[0] - 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.live
 def test_transformers_loads_what_was_trained(shakespeare):
     pytest.importorskip("transformers", reason="live parity needs transformers and torch")

@@ -46,7 +46,7 @@ def chats() -> list[list[dict[str, str]]]:
     return [json.loads(line)["messages"] for line in INSTRUCTIONS.read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_corpus_is_the_same_every_time(corpus):
     command = [sys.executable, "-c", DIGEST]
     digest = subprocess.check_output(
@@ -55,7 +55,7 @@ def test_corpus_is_the_same_every_time(corpus):
     assert hashlib.sha256("\n".join(corpus).encode()).hexdigest() == digest.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_corpus_documents_python(corpus):
     assert 2_000_000 < sum(map(len, corpus)) < 4_000_000
     assert len({document.split("\n\n", 1)[1] for document in corpus}) == len(corpus)  # no text occurs twice
@@ -64,7 +64,7 @@ def test_corpus_documents_python(corpus):
     assert {"textwrap.dedent(text)", "math.sqrt(x, /)", "len(obj, /)", "os.getcwd()", "class list", "with"} <= titles
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_corpus_holds_the_standard_library_only(tmp_path, corpus):
     for file in "textwrap", "site-packages/other", "dist-packages/other", "other", "json/tests/other", "idlelib/other":
         path = tmp_path / f"{file}.py"
@@ -77,7 +77,7 @@ def test_corpus_holds_the_standard_library_only(tmp_path, corpus):
     assert not [document for document in corpus if "copyright (c)" in document.lower()]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_folder_is_made_as_it_is_embedded(tmp_path, corpus):
     write_model_folder(tmp_path, train_tokenizer(corpus))
     assert zoo.config(str(tmp_path)) == zoo.config("tiny")

@@ -761,7 +761,7 @@ def numbers(out):
     return [{k: v for k, v in line.items() if "second" not in k and "memory" not in k} for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [["--steps", 2], ["--steps", 3, "--one-step-off"]])
 def test_a_run_that_fails_anywhere_goes_on_to_the_same_numbers(folder, tmp_path, monkeypatch, more):
     """A run that fails at any answer of an environment goes on with the same tokens, rewards and losses."""
@@ -794,7 +794,7 @@ runpy.run_module("train.grpo", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_to_the_same_numbers(folder, tmp_path):
     """A run one step off that is killed by SIGKILL in its first rollout, in the second, beside an update, and after
     that, goes on with the same samples, rewards and losses.

@@ -43,7 +43,7 @@ def test_equal_to_a_pass_by_hand(load):
     assert found["layers.6.self_attn.q_norm"].shape == (2, 40, 4, 16)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_gradients(load):
     """Activations have gradients, also of layers under remat whose routers report."""
     model = load("mixtral")
@@ -62,7 +62,7 @@ def test_gradients(load):
     assert np.isfinite(gradient) and gradient
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_blocks_that_share(load):
     """Blocks that hand on keys and values to later ones, and have an input of their own."""
     model = load("gemma4-shared")

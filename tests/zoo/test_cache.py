@@ -141,7 +141,7 @@ def decoded(model, cache, tokens, coming):
     return np.stack([np.concatenate(row) for row in out]), cache
 
 
-@pytest.mark.parametrize("name", [*STACKS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", [*STACKS, *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)])
 def test_decode_equals_forward(load, name):
     """Rows have their own lengths, right-padded, in calls with a prompt's part, a single token, or nothing.
 
@@ -152,7 +152,7 @@ def test_decode_equals_forward(load, name):
     assert error(logits, GOLDEN[name]) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["deepseek2", "granite4-dense-new", "kimi_linear", "llama4-lists-new", "qwen3_5"])
 def test_token_by_token(load, name):
     """After a right-padded prefill, calls of one token are right, which some layers compute in a special way.
@@ -202,7 +202,7 @@ def test_local_layers_keep_their_window_alone(name):
     [
         "qwen3-window-head",  # keys and values, in windows too
         "deepseek3",  # latents
-        pytest.param("mimo_v2_flash", marks=pytest.mark.slow),  # values narrower than keys
+        pytest.param("mimo_v2_flash", marks=pytest.mark.thorough),  # values narrower than keys
     ],
 )
 def test_int8_is_close_and_small(load, name):

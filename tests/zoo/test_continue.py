@@ -14,7 +14,7 @@ import zoo
 from tests.zoo import tiny
 from tests.zoo.programs import STACKS, noise
 from tests.zoo.test_constraints import Sets
-from tests.zoo.test_engine import NEVER, PROMPTS, slow
+from tests.zoo.test_engine import NEVER, PROMPTS, thorough
 from tests.zoo.test_speculative import noisy
 from zoo.generation.engine import Engine
 from zoo.generation.pages import NONE, Layout, Pool
@@ -27,7 +27,7 @@ from zoo.nn.routing import Router, experts_of
 FEW = Sampling(max_new_tokens=6)
 TURN = tiny.TOKENS[1, 20:25].tolist()  # what comes after a completion
 SHAPE: Any = dict(batch=3, max_tokens=40, stride=4, page=4)
-QUICK = ["qwen3-window-head", "qwen3_next"]  # windows, states; the others are slow
+QUICK = ["qwen3-window-head", "qwen3_next"]  # windows, states; the others are thorough
 
 
 def drawn(engine, *completions):
@@ -73,13 +73,13 @@ def assert_all_free(engine):
     assert engine._pool.free.tolist() == list(engine._pool.counts)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *map(slow, sorted({*STACKS} - {*QUICK}))])
+@pytest.mark.parametrize("name", [*QUICK, *map(thorough, sorted({*STACKS} - {*QUICK}))])
 def test_every_family_goes_on(load, name):
     """Texts that go on equal fresh prompts, whatever their layers keep."""
     assert_goes_on(Engine(load(name), **SHAPE, stops=range(0, 64, 16)), PROMPTS[1:3])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3"])
 def test_a_cache_of_8_bits_goes_on(load, name):
     """In bits that do not depend on the chunks of tokens: a last place can decide about a step of the 8 bits."""
@@ -87,7 +87,7 @@ def test_a_cache_of_8_bits_goes_on(load, name):
         assert_goes_on(Engine(load(name), **SHAPE, stops=NEVER, cache_dtype="int8"), PROMPTS[2:3])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3-window-head", "qwen3_next"])
 def test_a_draft_goes_on(load, name):
     """Where a row ends among tokens that were accepted, the text goes on after the last one that counts."""
@@ -96,7 +96,7 @@ def test_a_draft_goes_on(load, name):
         assert_goes_on(Engine(model, **SHAPE, stops=range(0, 64, 4), draft=draft), PROMPTS)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_draws_with_a_draft_go_on(load):
     """Tokens of a continuation don't depend on who had the row before: not even the draft's proposals do."""
     model = load("qwen3-window-head")
@@ -113,7 +113,7 @@ def test_draws_with_a_draft_go_on(load):
     assert_same(*got)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_mtp_goes_on(with_further):
     model = zoo.load(with_further, parts=("mtp",))
     assert_goes_on(Engine(model, **SHAPE, stops=NEVER, draft=zoo.MTPDraft(model, 2)), PROMPTS[:1])
@@ -125,7 +125,7 @@ def test_a_text_goes_on_beyond_the_limit_of_a_cache(load):
     assert_goes_on(engine, [tiny.TOKENS[0, :size].tolist() for size in (1, 5, 10, 11, 17)])
 
 
-@pytest.mark.parametrize("name", [*QUICK, *map(slow, sorted({*STACKS} - {*QUICK}))])
+@pytest.mark.parametrize("name", [*QUICK, *map(thorough, sorted({*STACKS} - {*QUICK}))])
 def test_chunks_of_prompts_are_shared(load, name):
     """Chunks that are found are bit for bit those that are read: later tokens have the same log-probabilities. So have
     prompts with one chunk in common, and one of which a part was forgotten.
@@ -161,7 +161,7 @@ def test_prompts_that_come_together_read_a_chunk_once(load):
     assert sharing.tokens_read == 16 + 1 + 2 + 3 + 5 + 5 and sharing.tokens_found == 16 + 16 + 8
 
 
-@pytest.mark.parametrize("name", ["qwen3-window-head", slow("qwen3_next")])
+@pytest.mark.parametrize("name", ["qwen3-window-head", thorough("qwen3_next")])
 def test_prompts_are_read_beside_rows_that_draw(load, name, monkeypatch):
     """A row draws in every step, while long prompts are read in chunks; each gets the tokens that it gets alone."""
     options = SHAPE | dict(stops=NEVER, chunk=8)
@@ -195,10 +195,10 @@ def records_of(model, tokens):
     "name, kind",
     [
         ("qwen3_moe", "plain"),
-        slow("qwen3_moe", "draft"),
-        slow("qwen3_moe", "constraint"),
-        *(slow(name, "plain") for name in ["deepseek3", "llama4", "gpt_oss", "qwen3_next"]),
-        slow("lfm2_moe", "draft"),
+        thorough("qwen3_moe", "draft"),
+        thorough("qwen3_moe", "constraint"),
+        *(thorough(name, "plain") for name in ["deepseek3", "llama4", "gpt_oss", "qwen3_next"]),
+        thorough("lfm2_moe", "draft"),
     ],
 )
 def test_records_are_those_of_one_pass(load, name, kind):
@@ -223,7 +223,7 @@ def test_records_are_those_of_one_pass(load, name, kind):
         np.testing.assert_allclose(completion.records["hidden"], x, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [slow("qwen3_next"), slow("llama4")])
+@pytest.mark.parametrize("name", [thorough("qwen3_next"), thorough("llama4")])
 def test_experts_are_in_the_order_of_layers(load, name):
     """Where one layer's router chooses others, all experts of earlier layers stay."""
     model = load(name)
@@ -247,7 +247,7 @@ def test_a_dense_model_has_no_experts(load):
         Engine(load("qwen3-window-head"), **SHAPE, record=["experts"])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec", ["tensor=2", "fsdp=2"])
 def test_a_mesh_goes_on(folders, spec):
     """Rows that a mesh splits have memory of their own, and others have pages."""
@@ -259,7 +259,7 @@ def test_a_mesh_goes_on(folders, spec):
         assert_goes_on(engine, PROMPTS[:1])
 
 
-@pytest.mark.parametrize("name", ["qwen3-window-head", slow("qwen3_next")])
+@pytest.mark.parametrize("name", ["qwen3-window-head", thorough("qwen3_next")])
 def test_a_small_pool(load, name):
     """In memory for less than two rows, eight rows' requests have the tokens that they have alone; a text is read anew
     after others needed its memory. In the end all pages are free.
@@ -287,7 +287,7 @@ def test_a_small_pool(load, name):
 
 
 @pytest.mark.parametrize(
-    "name, kind", [("qwen3-window-head", "plain"), *(slow("qwen3_next", k) for k in ("plain", "draft"))]
+    "name, kind", [("qwen3-window-head", "plain"), *(thorough("qwen3_next", k) for k in ("plain", "draft"))]
 )
 def test_steps_overlap(load, name, kind):
     """Draws and log-probabilities have the same bits where the device gets a step before the last one is read: of
@@ -321,7 +321,13 @@ def test_steps_overlap(load, name, kind):
 
 @pytest.mark.parametrize(
     "count, kind",
-    [(100, "plain"), slow(1000, "plain"), slow(100, "draft"), slow(500, "ngram"), slow(100, "constraint")],
+    [
+        (100, "plain"),
+        thorough(1000, "plain"),
+        thorough(100, "draft"),
+        thorough(500, "ngram"),
+        thorough(100, "constraint"),
+    ],
 )
 def test_any_mix_of_requests(count, kind):
     """Requests of all kinds come, go on, fork, and are cancelled and freed at random, in a pool for two rows. Each gets
@@ -380,7 +386,7 @@ def test_any_mix_of_requests(count, kind):
         )
 
 
-@pytest.mark.parametrize("compared", [False, slow(True)])
+@pytest.mark.parametrize("compared", [False, thorough(True)])
 def test_rows_of_mixed_lengths_need_the_memory_that_they_use(compared):
     """512 rows are drawn at once in the memory of 64 that are as long as they may be, each as it is alone."""
     model = noise(lambda: zoo.qwen3.Model(zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 256, 1), key=jax.random.key(0)))

@@ -667,7 +667,7 @@ def test_glm_flash(load, tmp_path):
     assert size("mtp") - size() + copies == 1_278_094_656, "the tensors that the Hub shows beyond the model's"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_kimi_trains(tmp_path, monkeypatch):
     """Kimi trains from tiktoken.model alone, and its export has that file, too."""
     devices(monkeypatch, 1)

@@ -28,7 +28,7 @@ NEVER = range(64, 72)  # never drawn, but as many as STOPS, since programs depen
 SHAPE = dict(batch=2, max_tokens=30)  # for most engines, and `complete` with 14 new tokens: they share programs
 SMALL = zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 64, 1)  # for tests that need little computing
 KEY = jax.random.key(0)
-slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
+thorough = lambda *case: pytest.param(*case, marks=pytest.mark.thorough)
 
 draw = eqx.filter_jit(lambda sampling, logits, keys: settings([sampling] * len(logits)).draw(logits, keys))
 
@@ -64,7 +64,9 @@ def penalized(sampling, logits, prompt, tokens):
     return jnp.asarray(logits, jnp.float32)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", slow("deepseek3"), slow("gemma4"), slow("nemotron_h")])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "qwen3_next", thorough("deepseek3"), thorough("gemma4"), thorough("nemotron_h")]
+)
 def test_layers_apart(load, monkeypatch, name):
     """A model whose layers lie apart, as those of large ones do on a CPU, draws the same tokens."""
     model, options = load(name), dict(max_new_tokens=14, stops=STOPS, batch=2)
@@ -79,7 +81,7 @@ def test_layers_apart(load, monkeypatch, name):
         assert a.tokens == b.tokens and np.allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3", slow("llama4"), slow("gpt_oss")])
+@pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3", thorough("llama4"), thorough("gpt_oss")])
 def test_greedy_is_the_forward_pass(load, name):
     """Greedy decoding is exact beyond windows, and in rows that others used before; stop tokens end some early."""
     model = load(name)
@@ -222,8 +224,8 @@ def test_cancel(model, overlap):
     "name, spec, scope",
     [
         ("qwen3-window-max", "fsdp=2,tensor=2", jax.set_mesh),
-        slow("qwen3_moe", "expert=2", contextlib.nullcontext),
-        slow("qwen3_next", "fsdp=2,tensor=2", jax.set_mesh),
+        thorough("qwen3_moe", "expert=2", contextlib.nullcontext),
+        thorough("qwen3_next", "fsdp=2,tensor=2", jax.set_mesh),
     ],
 )
 def test_on_a_mesh(folders, load, name, spec, scope):

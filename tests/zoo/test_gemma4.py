@@ -40,7 +40,7 @@ def test_shared_keys_are_kept_once():
     assert sum(a.size for a in jax.tree.leaves(caches) if a.ndim == 5) == 2 * (12 * 512 * 256 + 3 * 4096 * 512)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_decoding_copies_no_cache(dtype):
     """A step's temporary memory is far below one layer's keys, also where later layers read them."""

@@ -82,7 +82,7 @@ def test_further_is_transformers(folder, model, monkeypatch):
     assert error(model.unembed(y), theirs) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_greedy_with_mtp(model):
     """The module drafts, with its own cache of keys and values; the text is the model's."""
     assert_greedy(model, zoo.complete(model, PROMPTS, draft=zoo.MTPDraft(model, 2), **SHAPE))

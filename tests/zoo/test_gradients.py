@@ -61,7 +61,7 @@ def test_nothing_is_summed_in_bfloat16_or_kept_in_float32(load, untyped, name):
     assert not found - exempt
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt3", "gpt_oss"])
 def test_long_text_that_repeats_itself(load, name):
     """Gradients of biases and embeddings equal, rounded once, the sums over tokens of each token's own gradient.

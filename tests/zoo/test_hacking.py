@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs/hacking.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_page(tmp_path, monkeypatch, untyped):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])  # the page installs a hook

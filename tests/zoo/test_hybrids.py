@@ -45,10 +45,10 @@ LENGTHS = 11, 1, 9, 3  # lengths of documents in a row, of which two are no long
 
 # Mamba 2, the delta rule, the same with a decay for each channel, and convolutions alone, in models of few layers.
 RECURRENCES = ["granite4-mamba", "qwen3_next", "kimi_linear-groups-new", "lfm2-new"]
-SLOW = {name: pytest.mark.slow for name in RECURRENCES[1:]}
+THOROUGH = {name: pytest.mark.thorough for name in RECURRENCES[1:]}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in RECURRENCES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=THOROUGH.get(name, ())) for name in RECURRENCES])
 def test_packed_documents_do_not_leak(load, name):
     """Logits, and gradients of all parameters, equal those of each document alone.
 
@@ -201,7 +201,7 @@ def test_further_token_is_a_layer_of_transformers(with_further, theirs):
     assert error(model.unembed(y), expected.numpy()) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, draft", [("qwen3_next", "model"), ("qwen3_next", "mtp"), ("lfm2-new", "model")])
 def test_speculation(load, with_further, name, draft):
     """Greedy text is the model's own, though states are rolled back: the model's, and a hybrid draft's."""
@@ -247,7 +247,7 @@ def test_what_is_stored_in_fewer_bits(load, name, format):
         assert (np.abs(got - weight) <= (HALF[format] + 1e-6) * largest).all(), path
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RECURRENCES[:2])
 def test_adapters_over_four_bits(load, name):
     """With QLoRA, every adapter has a gradient, and steps against it lower the loss."""

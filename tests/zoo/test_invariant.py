@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kernels
-from tests.zoo.test_engine import slow
+from tests.zoo.test_engine import thorough
 from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling
 from zoo.nn.cache import init_cache
@@ -36,8 +36,8 @@ def in_chunks(model, tokens, sizes, length=70, dtype=None):
     "name, dtype",
     [
         ("qwen3-window-head", "bfloat16"),
-        *(slow("qwen3-window-head", "float32"), slow("qwen3", "float32"), slow("gemma3", "bfloat16")),
-        *(slow(name, "bfloat16") for name in ("deepseek3", "qwen3_5", "nemotron_h")),
+        *(thorough("qwen3-window-head", "float32"), thorough("qwen3", "float32"), thorough("gemma3", "bfloat16")),
+        *(thorough(name, "bfloat16") for name in ("deepseek3", "qwen3_5", "nemotron_h")),
     ],
 )
 def test_a_row_has_the_same_bits_in_any_batch_and_chunk(load, name, dtype):
@@ -53,7 +53,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_chunk(load, name, dtype):
         np.testing.assert_allclose(whole[:3], plain, atol=1e-3)  # of logits of about 10
 
 
-@pytest.mark.parametrize("name", [slow("qwen3"), slow("qwen3-window-head"), slow("deepseek3")])
+@pytest.mark.parametrize("name", [thorough("qwen3"), thorough("qwen3-window-head"), thorough("deepseek3")])
 def test_caches_in_8_bits(load, name):
     model = load(name, dtype="bfloat16")
     with kernels.prefer("invariant"):
@@ -62,7 +62,7 @@ def test_caches_in_8_bits(load, name):
             np.testing.assert_array_equal(in_chunks(model, TOKENS[:rows], sizes, 90, "int8"), whole[:rows])
 
 
-@pytest.mark.parametrize("name", [slow("qwen3-window-head"), slow("deepseek3"), slow("qwen3_5")])
+@pytest.mark.parametrize("name", [thorough("qwen3-window-head"), thorough("deepseek3"), thorough("qwen3_5")])
 def test_the_engine_has_the_bits_of_one_pass(load, name):
     """Texts in pages, read in chunks while other rows draw, have the features of the same texts in one pass."""
     model = load(name, dtype="bfloat16")
@@ -109,7 +109,7 @@ def test_a_single_row_is_multiplied_as_several_are():
         np.testing.assert_array_equal(np.asarray(product(x[2:, None])), many[2:, None])
 
 
-@pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3", slow("qwen3_5"), slow("nemotron_h")])
+@pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3", thorough("qwen3_5"), thorough("nemotron_h")])
 def test_products_have_factors_in_float32(load, name):
     """Some CPUs multiply few rows of bfloat16 by other instructions than many rows; of float32 none is known to."""
     model = load(name, dtype="bfloat16")

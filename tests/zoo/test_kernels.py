@@ -2,7 +2,7 @@
 
 test_families.py tests by `kernels.explain` that every implementation accepts every family's calls. tests/kernels tests
 that each computes every kind of attention, of experts and of 8-bit weights. So here is one whole model with each
-implementation. Behind `slow` is each kind of attention once: latents, sinks and windows, chunks, softcaps. The
+implementation. Behind `thorough` is each kind of attention once: latents, sinks and windows, chunks, softcaps. The
 reference, which serves such short rows by default, is in test_parity.py.
 """
 
@@ -54,7 +54,7 @@ def test_int8_weights(load, implementation):
     assert error(logits, expected) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, implementation", [("deepseek3", "tpu"), ("gpt_oss", "triton"), ("llama4", "xla")])
 def test_logits(load, name, implementation):
     """Logits of a prefill and a decode step are right."""
@@ -63,7 +63,7 @@ def test_logits(load, name, implementation):
     assert error(logits, GOLDEN[name]) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, implementation", [("mixtral-window-new", "tpu"), ("gemma2", "triton")])
 def test_gradients(load, name, implementation):
     """Logits, and gradients of a loss by every weight, are right, with windows and experts in one model, and softcaps

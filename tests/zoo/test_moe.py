@@ -20,7 +20,7 @@ from kernels.ragged_dot import SAVED
 from kernels.stacked import Stacked
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, noise, on_host, packed
-from tests.zoo.test_engine import slow
+from tests.zoo.test_engine import thorough
 from zoo import lora, surgery
 from zoo.lora import LoRAExpertLinear
 from zoo.mesh import make_mesh
@@ -211,7 +211,7 @@ def run(model, tokens, experts=None):
     [
         "qwen3_moe",
         *map(
-            slow,
+            thorough,
             ("deepseek2", "deepseek3", "gemma4", "gpt_oss", "granite4", "llama4-alternating", "mistral4", "qwen3_next"),
         ),
     ],

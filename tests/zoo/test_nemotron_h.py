@@ -123,7 +123,7 @@ def test_one_more_token_and_its_loss(model, tensors):
     assert sums["mtp_loss"] > 0 and all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_greedy_with_mtp(model):
     """Mamba-2's states are rolled back together with the tokens."""
     assert_greedy(model, zoo.complete(model, PROMPTS, draft=zoo.MTPDraft(model, 2), **SHAPE))

@@ -7,7 +7,7 @@ from tests.zoo.browser import COMMAND, Browser
 from tests.zoo.test_serve import CHAT, MESSAGES, NEW, ROOM, Running, greedy
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMMAND is None, reason="no Chromium in the PATH")]
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(COMMAND is None, reason="no Chromium in the PATH")]
 SEND = '$("form").requestSubmit()'
 IMAGE = """new Promise(done => {
     const canvas = document.createElement("canvas");

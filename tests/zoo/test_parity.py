@@ -26,10 +26,10 @@ GOLDEN = tiny.golden()
 DRIFT = {"qwen3_next-dense-new": 2e-5, "olmo_hybrid-rope": 4e-5}
 CASES = pytest.mark.parametrize("name", tiny.CONFIGS)
 OF_OTHERS = ("gemma4-dense", "gemma4-untied")  # logits of the first are in test_vision.py; the second has all features
-SLOW = {name: pytest.mark.slow for name in (*STACKS, *OF_OTHERS)}
+THOROUGH = {name: pytest.mark.thorough for name in (*STACKS, *OF_OTHERS)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in tiny.CONFIGS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=THOROUGH.get(name, ())) for name in tiny.CONFIGS])
 def test_logits(load, name):
     """Logits of two rows are right; and, by the same program, those of two packed documents beside a row with padding.
 
@@ -51,7 +51,7 @@ PARTED = ("qwen3-window-head", "llama4-lists-new", "deepseek3", "gpt_oss")  # wi
 
 
 @pytest.mark.parametrize(
-    "name", [*PARTED, *(pytest.param(name, marks=pytest.mark.slow) for name in STACKS if name not in PARTED)]
+    "name", [*PARTED, *(pytest.param(name, marks=pytest.mark.thorough) for name in STACKS if name not in PARTED)]
 )
 def test_branches(load, name):
     """Branches that share their beginning have the logits of the whole texts; families with recurrences refuse them."""
@@ -78,7 +78,7 @@ def test_branches(load, name):
         assert error(ours[n, real], golden[row, positions[n, real]]) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", STACKS)
 def test_swapped_weights_are_seen(load, name):
     """Ten swaps of weights of one shape, and transpositions of square ones, change the logits."""

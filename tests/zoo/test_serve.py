@@ -913,7 +913,7 @@ def test_lm_eval(running, model, tokenizer, tmp_path):
         assert sample["resps"] == [[text.split(".")[0]]]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_thousand_mixed_requests(model, tokenizer):
     """Each reply is as alone, whoever else asks, goes on, leaves, or has a grammar; in the end all pages are free."""
     pytest.importorskip("llguidance")
@@ -973,7 +973,7 @@ def test_a_thousand_mixed_requests(model, tokenizer):
         assert engine._pool.free.tolist() == engine._pool.counts
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_draft_of_ngrams(model, tokenizer):
     """Texts and log-probabilities are those without a draft."""
     drafted = Served("drafted", model, tokenizer, zoo.NGramDraft(3))
@@ -987,7 +987,7 @@ def test_a_draft_of_ngrams(model, tokenizer):
             assert tops == pytest.approx(others, abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_on_a_mesh(model, tokenizer):
     placed = zoo.load("tiny", dtype="float32", mesh=make_mesh("fsdp=2,tensor=2", jax.devices()[:4]))
     with Running(placed, tokenizer, max_tokens=ROOM) as running:
@@ -1027,7 +1027,7 @@ def test_without_starlette(monkeypatch):
 ENDLESSLY = {"0": -100, "2": -100}  # without end tokens
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command():
     """The command serves, and after SIGTERM it finishes the replies in progress and takes no new requests."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -106,7 +106,7 @@ def test_each_process_reads_and_holds_its_half(checkpoint, pytestconfig):
         assert half["bytes"] < 0.55 * whole["bytes"] and half["peak"] < 0.6 * whole["peak"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_int8(checkpoint, pytestconfig):
     """Scales need whole rows, so that maps with split rows are read whole; the kept part is still a half."""
     (whole,) = load(pytestconfig.rootpath, checkpoint, "tensor=2", 1, quantize="int8")

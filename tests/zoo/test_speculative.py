@@ -117,7 +117,7 @@ def test_a_draft_that_is_the_model_is_always_right(model):
     assert {completion.calls for completion in got} == {5}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_greedy_with_mtp(model_with_further):
     """The module's own cache, and the model's, hold latents."""
     model = model_with_further
@@ -160,8 +160,8 @@ def test_mtp_remembers(model_with_further):
             ),
             5,
         ),
-        pytest.param(dict(temperature=1.0), 4, marks=pytest.mark.slow),
-        pytest.param(dict(temperature=1.0), 7, marks=pytest.mark.slow),
+        pytest.param(dict(temperature=1.0), 4, marks=pytest.mark.thorough),
+        pytest.param(dict(temperature=1.0), 7, marks=pytest.mark.thorough),
     ],
 )
 def test_distribution(options, vocab):
@@ -211,7 +211,7 @@ def test_draws_do_not_depend_on_others(model, draft):
     assert {len(c.tokens) for c in together} == {20}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_on_a_mesh(folders, load):
     mesh = make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     with jax.set_mesh(mesh):

@@ -24,7 +24,7 @@ import zoo.vision.open
 from tests.zoo import seeing, tiny
 from tests.zoo.programs import decode, error, on_host, same, skeleton
 from tests.zoo.test_continue import assert_goes_on
-from tests.zoo.test_engine import slow
+from tests.zoo.test_engine import thorough
 from tests.zoo.test_images import png
 from tests.zoo.test_serve import CHAT, Running
 from tests.zoo.tiny import gemma3
@@ -46,7 +46,7 @@ TOWERS = ["gemma3-pattern", "gemma4", "llama4", "ministral3", "muse_glimmer", "q
 EACH = pytest.mark.parametrize("name", [*TOWERS, "qwen3_5"])
 # In a cache they are like others: Gemma 3, Llama 4 and Qwen3-VL.
 OF_A_KIND = ("gemma4", "muse_glimmer", "qwen2_5_vl")
-EACH_KIND = pytest.mark.parametrize("name", [slow(n) if n in OF_A_KIND else n for n in (*TOWERS, "qwen3_5")])
+EACH_KIND = pytest.mark.parametrize("name", [thorough(n) if n in OF_A_KIND else n for n in (*TOWERS, "qwen3_5")])
 GRADIENTS = ["gemma3-pattern", "gemma4-shared", "llama4", "ministral3", "muse_glimmer", "qwen2_5_vl", "qwen3_vl"]
 NEW = 3  # number of generated tokens
 EVERY = pytest.mark.parametrize("name", tiny.SEEING)
@@ -103,7 +103,7 @@ def assert_golden(case, logits, features):
 
 
 @pytest.mark.parametrize(
-    "name", [*TOWERS, "gemma4-dense", "mistral", "qwen3_5", slow("qwen3_vl-moe"), slow("gemma4-shared")]
+    "name", [*TOWERS, "gemma4-dense", "mistral", "qwen3_5", thorough("qwen3_vl-moe"), thorough("gemma4-shared")]
 )
 def test_logits_and_features(load_vision, name):
     """Rows without an image, with one, and with several are right; of one shape, or of any shape with padding."""
@@ -147,7 +147,7 @@ def pack(case, rows):
     return tokens, Images(images.patches, images.grids, image, feature), segments
 
 
-@pytest.mark.parametrize("name", [*TOWERS, "qwen3_5", slow("gemma4-shared")])
+@pytest.mark.parametrize("name", [*TOWERS, "qwen3_5", thorough("gemma4-shared")])
 def test_packed_documents_with_images_equal_each_alone(load_vision, name):
     """Logits are equal, and gradients of the first row's, whose documents have all of their images, or part of one."""
     case, model = tiny.SEEING[name], load_vision(name)
@@ -336,7 +336,7 @@ def test_rules_of_a_mesh(load_vision, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3-pattern", *map(slow, ("llama4", "ministral3", "muse_glimmer", "qwen2_5_vl", "qwen3_vl"))]
+    "name", ["gemma3-pattern", *map(thorough, ("llama4", "ministral3", "muse_glimmer", "qwen2_5_vl", "qwen3_vl"))]
 )
 def test_on_a_mesh(untyped, vision_folders, name):
     """The work is split by pictures; a last picture makes their number even, and a last row that of the rows."""
