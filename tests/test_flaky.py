@@ -16,6 +16,7 @@ def first(name):
 """
 
 
+@pytest.mark.thorough
 def test_flaky_tests_are_named_and_do_not_fail_the_run(pytester, monkeypatch):
     """A test that ends its worker must neither end the next worker nor hide the other tests."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[1]))
@@ -34,6 +35,7 @@ def test_flaky_tests_are_named_and_do_not_fail_the_run(pytester, monkeypatch):
     assert "AssertionError: the first time" in told and "crashed while running 'test_crash.py::test_crash'" in told
 
 
+@pytest.mark.thorough
 def test_a_test_that_fails_twice_fails_the_run(pytester):
     pytester.makepyfile("def test_wrong():\n    assert 1 + 1 == 3")
     result = pytester.runpytest("-p", "tests.flaky", "--rerun-failed")

@@ -77,6 +77,7 @@ sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder) + 1, Fi
 """
 
 
+@pytest.mark.thorough
 def test_beside_a_users_files(tmp_path):
     """zoo imports its own packages, names the one that is hidden from the user, and never looks at train."""
     (tmp_path / "train").mkdir()

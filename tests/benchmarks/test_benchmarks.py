@@ -78,6 +78,7 @@ def written(folder):
     return json.loads(path.read_text())
 
 
+@pytest.mark.thorough
 def test_kernels(tmp_path, capsys, here):
     kernels.main(rehearse=True, only=("Qwen3-30B-A3B up",), out=tmp_path)
     record = written(tmp_path)
@@ -174,6 +175,7 @@ def test_first(tmp_path, here):
     assert step["counted"] > 1e5 and "attention" in step["how"] and not step["note"]
 
 
+@pytest.mark.thorough
 def test_garbage_in_padding_makes_the_run_fail(tmp_path, monkeypatch, here):
     """Results of padding that XLA leaves unwritten, and a step that fails, are reported."""
     own = kernels_.attention
@@ -208,6 +210,7 @@ def test_the_script_for_a_card_gives_options_that_exist(tmp_path):
     assert ", ".join(re.findall(r"^\| ([a-z, ]+) \|", table, re.MULTILINE)).replace(",", "") == parts
 
 
+@pytest.mark.thorough
 def test_train(tmp_path, here):
     train.main(rehearse=True, only=("qwen3-8b*",), out=tmp_path)
     zoo, torch = written(tmp_path)["rows"]

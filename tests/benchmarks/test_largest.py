@@ -49,6 +49,7 @@ def test_the_largest_that_fits_is_compiled_and_the_next_if_it_does_not(tmp_path,
     assert [line.split(" | ")[2] for line in of_cards] == ["gemma3-12b, 70.0", "gemma3-12b, 70.0", "qwen3-4b, 28.0"]
 
 
+@pytest.mark.thorough
 def test_estimates():
     """By a step's estimated bytes, a larger model needs more, and adapters over four bits need the least."""
     devices = jax.devices()[:1]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
@@ -19,6 +20,7 @@ from tests.kernels.oracle import SCALE, arrays, errors, oracle, packed, run
 IMAGES = np.repeat([-1, 4, -1, 7], [10, 20, 44, 26]), np.repeat([3, -1], [66, 34])
 
 
+@pytest.mark.thorough
 def test_without_races():
     """The kernels have no races in an interpreter that moves blocks as a TPU does and fills memory with NaN.
 

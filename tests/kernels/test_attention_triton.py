@@ -29,6 +29,7 @@ def test_widths_are_cut_into_powers_of_two():
     }
 
 
+@pytest.mark.thorough
 def test_heads_in_pieces():
     """196 features are split into 128, 64 and 16, with padding. Such wide heads have separate dk and dv kernels."""
     x = arrays(batch=2, seq=70, heads=4, kv_heads=2, dim=196, v_dim=80, size=1)
@@ -66,6 +67,7 @@ def cache(heads, kv_heads, dim, v_dim, dtype=jnp.float32):
     return arrays(**shapes, dtype=dtype, size=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "shapes, options",
     [

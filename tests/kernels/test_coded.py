@@ -49,7 +49,7 @@ def coded(code, dtype: Any = np.float32, groups=4, out=70):
 @pytest.mark.parametrize(
     "implementation, code",
     [
-        (implementation, code)
+        pytest.param(implementation, code, marks=() if code in ("mxfp4", "nf4") else pytest.mark.thorough)
         for implementation in ("reference", "xla", "triton", "tpu")
         for code in SHAPES
         if code != "nvfp4" or implementation in ("triton", "tpu")

@@ -81,7 +81,7 @@ def in_pages(x, slots, table):
     return pages
 
 
-@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("eight_bits", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("case", ["causal", "all, of a few queries", "latents, wider than a register"])
 @pytest.mark.parametrize("implementation", ["reference", "xla", "triton", "tpu", "tpu_heads"])
 def test_decode_of_pages(case, implementation, eight_bits):

@@ -254,6 +254,7 @@ CALLS = {
 }
 
 
+@pytest.mark.thorough
 def test_the_table_of_cards_in_the_docs(monkeypatch, untraced):
     monkeypatch.setattr(cudnn, "refusal", lambda *_, **__: "left out: it depends on what is installed")
     lines = [f"| | {' | '.join(CARDS)} |", "|---" * (len(CARDS) + 1) + "|"]
@@ -294,6 +295,7 @@ def test_arrays_that_triton_would_address_by_too_few_bits():
         )
 
 
+@pytest.mark.thorough
 def test_without_pallas_triton(monkeypatch):
     """Without JAX's deprecated Pallas Triton, its calls are served by others, and `explain` gives the reason."""
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)

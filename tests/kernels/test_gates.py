@@ -221,6 +221,7 @@ def test_a_change_is_seen_by_the_gates_that_reach_it(tree, file, old, new, chang
     assert {name for name in GATES if after[name] != before[name]} == {f"test_{name}" for name in changed.split()}
 
 
+@pytest.mark.thorough
 def test_what_our_gates_reach():
     sources = Sources(gates.ROOT, gates.families)
     found = gates.gates(sources)

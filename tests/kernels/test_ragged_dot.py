@@ -201,6 +201,7 @@ def test_bfloat16_is_as_exact_as_the_reference(implementation, in_features, out_
     assert all(a < 1.5 * b for a, b in zip([out, *gradients], theirs, strict=True))
 
 
+@pytest.mark.thorough
 def test_tpu_without_races():
     """The kernel has no races in an interpreter that moves blocks as a TPU does and fills memory with NaN.
 

@@ -90,6 +90,7 @@ def test_the_adapter_on_disk_is_the_trained_one(base, model, tuned, capsys):
     assert error(forward(zoo.load(out / "merged"), tokens), logits) < 1e-5
 
 
+@pytest.mark.thorough
 def test_another_chat_template(base, tmp_path):
     """The template is saved with the adapter, or with the model from any checkpoint. Another one is another run."""
     text = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -187,6 +188,7 @@ def test_adapters_go_on_exactly(base, tuned, tmp_path, stop_after):
     assert (tmp_path / file).read_bytes() == (out / file).read_bytes()
 
 
+@pytest.mark.thorough
 def test_more_steps_jump(base, tuned, tmp_path, capsys):
     """At a run's end the learning rate is 0. With more steps it jumps, and a line reports it."""
     out = shutil.copytree(tuned[0], tmp_path / "out")

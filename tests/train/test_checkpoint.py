@@ -143,6 +143,7 @@ def test_keeps_the_last(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "7"]
 
 
+@pytest.mark.thorough
 def test_all_damage_is_found(saved, tmp_path, record_property):
     """If a file of the newest checkpoint has a flipped bit or a zeroed page, or is cut or missing, the one before is
     used.

@@ -84,6 +84,7 @@ def arguments(base, words, out, *more):
 LORA = ("--lora.rank", 4, "--steps", 60, "--eval-every", 60)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [(), pytest.param(LORA, marks=pytest.mark.thorough)], ids=["whole", "lora"])
 def test_the_script(base, words, tmp_path, more):
     command(*arguments(base, words, tmp_path, *more))
@@ -147,6 +148,7 @@ def test_chats_are_rendered_and_labels_are_numbers(base, tmp_path):
     assert ends.ids == tokenizer.encode("abc def")[:-1], "what heads take for padding is left out"
 
 
+@pytest.mark.thorough
 def test_several_labels(base, tmp_path):
     """Each label is learnt by its own, with transformers' loss, and the exported model says that there are several."""
     random = np.random.RandomState(0)
@@ -182,6 +184,7 @@ def question(word):
     return {"state": word, "question": asked, "answer": answer}
 
 
+@pytest.mark.thorough
 def test_decisions(base, tmp_path):
     """A language model learns to answer questions in one pass; zoo.decide answers as the run did, with temperatures."""
     shutil.copytree(base / "model", tmp_path / "model")

@@ -17,6 +17,7 @@ import zoo
 from kernels import Tokens
 from kernels.attention import logits
 from tests.zoo import tiny
+from tests.zoo.programs import thorough
 from train.state.mesh import put_batch
 from train.state.optim import make_schedule
 from train.state.state import init_state, split_frozen
@@ -57,7 +58,9 @@ def attention_of(module):
     return attention
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied-biases", "phi3", "gpt3", "deepseek3", "deepseek3-new"])
+@pytest.mark.parametrize(
+    "name", ["llama", "phi3", "deepseek3", *map(thorough, ("llama-tied-biases", "gpt3", "deepseek3-new"))]
+)
 def test_a_factor_of_each_head(load, name):
     """Logits are multiplied by their head's factor, those of other heads stay, and so do values."""
     model = load(name)
@@ -100,7 +103,8 @@ def stepped(load, batch):
     return after
 
 
-@pytest.mark.parametrize("name", ["llama-rope3", pytest.param("deepseek3", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["llama-rope3", "deepseek3"])
 def test_a_step(stepped, batch, name):
     """A head whose largest logit exceeded the threshold has it as its largest, and no other weights change."""
     model, state, metrics = stepped(name)

@@ -89,6 +89,7 @@ def test_objective(folder, batch, beta):
     assert sums["loss"] == total and {"divergence", "cross_entropy", "accuracy"} <= sums.keys()
 
 
+@pytest.mark.thorough
 def test_all_logits_stored_are_the_teacher(folder, models, batch):
     (student, larger), o = models, options(folder, temperature=1.5)
     values, indices = jax.jit(functools.partial(teacher.top_k, k=64))(larger, batch)
@@ -103,6 +104,7 @@ def losses_of(out):
     return [line["loss"] for line in lines if "loss" in line]
 
 
+@pytest.mark.thorough
 def test_the_student_learns(folder, tmp_path):
     """The student learns beside the teacher or from all its stored logits, with equal losses up to half precision."""
     o = options(folder, steps=12, out=tmp_path / "online", packing="off", seed=3, lr=1e-2)

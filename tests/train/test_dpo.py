@@ -208,6 +208,7 @@ def assert_learnt_from_the_start(out):
     assert (out / "adapter/adapter_model.safetensors").exists()
 
 
+@pytest.mark.thorough
 def test_the_script_trains_adapters(base, pairs, tmp_path):
     command(
         "train.dpo", "--model", base / "model", "--data", pairs, "--out", tmp_path, "--lora.rank", 4, "--steps", 4,

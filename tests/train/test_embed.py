@@ -173,6 +173,7 @@ def rows_of(base, words, count, seq_len):
     return {name: jnp.asarray(np.pad(a, ((0, 0), (0, 96 - a.shape[1])))) for name, a in batch.items()}
 
 
+@pytest.mark.thorough
 def test_packing_and_parts_change_nothing(base, words, model):
     """The loss and its gradients are the same for one group a row and for several, and read at once or in parts."""
     embedder = with_head(model, EmbeddingHead())
@@ -232,6 +233,7 @@ def test_the_script(base, words, tmp_path):
     assert np.mean(rank <= 10) == pytest.approx(last["validation_recall@10"], abs=0.02)
 
 
+@pytest.mark.thorough
 def test_scores_are_learnt(base, words, tmp_path):
     """Cosines get the order of the records' scores."""
     words = [groups.group(record).anchor for record in open_records(words, 0.0)[0]]

@@ -58,6 +58,7 @@ def options(base, out, *more):
     return [str(word) for name, value in usual.items() for word in (f"--{name}", value)] + [*map(str, more)]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick")
 def test_bad_steps_change_nothing_and_are_replayed(bad, monkeypatch, capsys):
     """One batch makes a NaN, and one a spike. A run that skips both, and a run that stops at the first and is

@@ -91,6 +91,7 @@ def kept_model(out, step, like):
     return state.model
 
 
+@pytest.mark.thorough
 def test_a_run_without_progress_ends(base, model, impatient, capsys):
     """The run ends two evaluations after the best one, whose model is exported."""
     options, metrics, out = impatient

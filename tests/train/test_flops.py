@@ -151,6 +151,7 @@ def test_flops_of_a_frozen_embedding_that_is_the_head():
     assert flops_per_token(config, 100, trained=trained) / 2 == 3 * sum(p) - p.layers
 
 
+@pytest.mark.thorough
 def test_flops_of_towers():
     """An image counts its patches through the layers, all pairs of them, and its features through what maps them."""
     patches, wide, hidden = 4096, 1152, 2560  # SigLIP's for 896 x 896 pixels, whose patches become 256 tokens

@@ -181,6 +181,7 @@ def random_texts(lengths):
     return texts
 
 
+@pytest.mark.thorough
 def test_packed_texts_are_learnt_as_unpacked_ones(folder, model):
     """All losses and their gradients together, of a model with attention, equal those of a row for each text."""
     tokenizer, texts = zoo.tokenizer(folder / "model"), random_texts([9, 4, 12, 5, 3, 7, 2])
@@ -191,6 +192,7 @@ def test_packed_texts_are_learnt_as_unpacked_ones(folder, model):
     assert_learnt_alike(folder, model, shared, alone)
 
 
+@pytest.mark.thorough
 def test_texts_share_their_beginnings(folder, model):
     """Texts with one beginning are branches of one document, and are learnt as rows of their own."""
     random = np.random.RandomState(0)
@@ -235,6 +237,7 @@ def assert_learnt_alike(folder, model, batch, other):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradients, of_each)
 
 
+@pytest.mark.thorough
 def test_router_replay(tmp_path, monkeypatch):
     """An update's experts are those that tokens had while sampling."""
     tiny.write(tmp_path / "model", "qwen3_moe", eos_token_id=63)
@@ -439,6 +442,7 @@ def test_models_as_rewards(folder, judges):
             Judge.load(f"model:{judges[1]}{name}", mesh, dtype="float32", batch=4)
 
 
+@pytest.mark.thorough
 def test_a_reward_model_teaches(folder, judges, tmp_path):
     """GRPO against a reward model and a function: each reward is reported, and the dry run tries both."""
     more = ["--steps", 2, "--reward", f"model:{judges[0]}", f"{folder / 'reward.py'}:vowels"]

@@ -34,6 +34,7 @@ def other(model):
     return jax.tree.map(lambda a: jnp.asarray(np.asarray(a) * np.float32(0.97)), model)
 
 
+@pytest.mark.thorough
 def test_preferences_packed_or_not(base, pairs, model, other):  # noqa: F811
     """A pair's log-probabilities do not depend on the text before it in its row, for the model and the reference."""
     objective = jax.jit(functools.partial(dpo.objective, options=dpo.DPOOptions.of()))
@@ -45,6 +46,7 @@ def test_preferences_packed_or_not(base, pairs, model, other):  # noqa: F811
         np.testing.assert_allclose(value, sums[1][name], rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_a_hybrid_teaches_a_hybrid(model, other, batch):  # noqa: F811
     """The objective on packed rows equals the formula."""
     o = distill.DistillOptions.of(model="", teacher=("",), data=("unused",), beta=0.0, temperature=2.0, weight=1.0)

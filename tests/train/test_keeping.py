@@ -50,6 +50,7 @@ def exported(folder):
 # -------------------------------------------------------------------------------------------------------- --offload
 
 
+@pytest.mark.thorough
 def test_an_offloaded_run_is_the_same(base, tmp_path, stop_after, capsys):
     """A run is the same with offloading, also if it is interrupted: the state's place is no part of a run."""
     stop_after(0)

@@ -104,6 +104,7 @@ def made():
     return *tables, batch | {"teacher": jnp.asarray([[0], [1], [1], [0]], jnp.int32) * jnp.ones((1, 10), jnp.int32)}
 
 
+@pytest.mark.thorough
 def test_each_row_has_its_teacher(made):
     student, first, second, batch = made
 
@@ -125,6 +126,7 @@ def test_each_row_has_its_teacher(made):
     assert abs(found([first], np.array([0, 3]), top_k=2)[0] - of_all[0]) > 0.1
 
 
+@pytest.mark.thorough
 def test_a_teacher_with_other_tokens(made):
     """A teacher whose ids are the student's in another order, and without some, says the same of those they share."""
     student, first, _, batch = made
@@ -191,6 +193,7 @@ def test_teachers_of_records(both):
         record("c.jsonl, line 1")
 
 
+@pytest.mark.thorough
 def test_packed_completions_are_learnt_as_unpacked_ones(folder, both, model):
     """Loss and gradients equal those of a row for each completion, with hints and teachers of same and other tokens."""
     usual = dict(hint="hint", teachers=["same", "other"], tokenizers=[None, both[1]], room=16)
@@ -274,6 +277,7 @@ def options(folder, out, **changes):
     return distill.DistillOptions.of(**usual | changes)
 
 
+@pytest.mark.thorough
 def test_the_script(folder, tmp_path):
     """Half of the steps have the student's completions; held-out prompts always do."""
     distill.main(options(folder, tmp_path, on_policy=0.5, seed=1, steps=4, eval_every=2, best="validation_divergence"))

@@ -211,6 +211,7 @@ def assert_near(got, want, rtol=2e-5):
 SETTINGS = dict(weight_decay=0.5, clip_norm=3.0)
 
 
+@pytest.mark.thorough
 def test_muon(tree):
     """A stack's update equals that of each layer's, and each expert's, matrix alone; other parameters get AdamW's."""
 
@@ -246,6 +247,7 @@ def test_muon_leaves_experts_where_they_are():
     assert "all-reduce" in program and "all-gather" not in program  # the norm of all gradients
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "spec"),
     [
@@ -261,6 +263,7 @@ def test_muon_gathers_a_layer_at_a_time(mesh, spec):
     assert memory.temp_size_in_bytes < 6 * matrix + 4 * 16 * matrix / 8, memory
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "layers", "experts", "turns"),
     [

@@ -21,6 +21,7 @@ import kernels
 import zoo
 from kernels.mesh import BATCH, REPLICA
 from tests.zoo import tiny
+from tests.zoo.programs import by_mechanism
 from train.state.mesh import abstract_model, balanced, check_mesh, keeps_order, put_batch
 from train.state.remat import REMAT
 from train.state.state import init_state
@@ -43,10 +44,10 @@ SPLIT, EXPERTS, STAGES = "fsdp=2,context=2,tensor=2", "expert=2,context=2,tensor
 WEIGHTS = "fsdp=2,tensor=4"
 FAST = [
     ("llama", SPLIT),  # dense layers
-    ("llama", STAGES),
-    ("qwen3_moe", EXPERTS),
 ]
 THOROUGH = [
+    ("llama", STAGES),
+    ("qwen3_moe", EXPERTS),
     ("gpt3", SPLIT),  # learnt positions
     ("qwen3-window-tail", "replica=2,context=2,tensor=2"),  # windows over the edges of parts; layers after the scan
     ("olmo2", SPLIT),  # norms over the queries and keys of all heads, which "tensor" splits
@@ -154,7 +155,7 @@ def test_every_two_axes_meet():
     assert all(any({*pair} <= mesh for mesh in meshes) for pair in itertools.combinations(AXES, 2))
 
 
-@pytest.mark.parametrize("name", [next(iter(module.CONFIGS)) for module in tiny.MODULES.values()])
+@pytest.mark.parametrize("name", by_mechanism(next(iter(module.CONFIGS)) for module in tiny.MODULES.values()))
 def test_every_family_can_be_split(name):
     """No device has much more than its share of the parameters, among the devices of a replica."""
     family = FAMILIES[tiny.FAMILIES[name]]

@@ -181,6 +181,7 @@ def test_sizes_are_read_without_pixels():
     assert image_size(png("red")[:60]) == (14, 20)  # its pixels are cut off
 
 
+@pytest.mark.thorough
 def test_samples_see_the_images(checkpoint, tokenizer, data):
     model = zoo.load(checkpoint, parts=("vision",))
     records, _ = open_records(data / "train.jsonl", 0.0)
@@ -268,6 +269,7 @@ def test_pairs(tokenizer, data):
         preferences.encode_pairs(wrong, wrong, tokenizer, vocab_size=64, unpaired=False)
 
 
+@pytest.mark.thorough
 def test_rollouts(checkpoint, tokenizer, data):
     """Answers are sampled given the images, and the rows that learn from them have the same images."""
     mesh = zoo.make_mesh("fsdp=1", jax.devices()[:1])

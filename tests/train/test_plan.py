@@ -277,6 +277,7 @@ def test_no_activation_is_replicated_in_silence():
         assert split.temporaries < 1.65 * whole.temporaries / 8  # with what one product gathers; 1.63 without YNNPACK
 
 
+@pytest.mark.thorough
 def test_gradients_are_scattered_over_replicas(tmp_path):
     """A step sends weights over the replicas once, and gradients once, both in bfloat16. Only those of vectors, and
     scalars, are summed by all-reduces.

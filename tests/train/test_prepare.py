@@ -264,6 +264,7 @@ def test_preferences(tmp_path, small, monkeypatch):
         given(dpo, dpo.DPOOptions, monkeypatch, (str(out),), tmp_path, epochs=1, loss="kto")
 
 
+@pytest.mark.thorough
 def test_phases(data, tmp_path, small, monkeypatch):
     """Each phase has its own rows; a set continues where it was; a run that resumes anywhere has the same batches."""
     (tmp_path / "other.jsonl").write_text("".join(json.dumps({"text": f"other {n}"}) + "\n" for n in range(50)))

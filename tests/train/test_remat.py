@@ -63,6 +63,7 @@ def test_a_layer_keeps_no_more(hybrid, capsys, n, text, arrays):
     assert len(kept(hybrid, n, text, capsys)) == arrays
 
 
+@pytest.mark.thorough
 def test_recurrences_run_once_if_their_results_are_kept(hybrid):
     """With dots, or with both names, the forward scan over chunks runs once; otherwise again in the backward pass."""
     layer, x = hybrid.layers[0], jnp.ones((1, SEQ, hybrid.config.hidden_size))
@@ -95,6 +96,7 @@ def test_what_is_no_policy_and_no_name():
             remat_of(text)
 
 
+@pytest.mark.thorough
 def test_bytes_by_name():
     """Qwen3-8B has 12,288 numbers of either half of an MLP in each of 36 layers; a mixture has those of experts."""
     found = fit.bytes_by_name(zoo.config("qwen3-8b"))

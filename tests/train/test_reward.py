@@ -114,6 +114,7 @@ def arguments(base, pairs, out, *more):
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_the_script(base, pairs, tmp_path, capsys):
     """A run learns to rank pairs, and exports a model that ranks as it did; its checkpoint becomes the same model."""
     command(*arguments(base, pairs, tmp_path))

@@ -77,6 +77,7 @@ def test_the_loss_of_the_routers(model, batch, routed):
     assert metrics["balance"] > 1
 
 
+@pytest.mark.thorough
 def test_in_microbatches_on_a_mesh(model, batch):
     """Microbatches give the same update, although the balance is that of a whole batch, and the parts differ."""
     sgd = optax.sgd(
@@ -95,6 +96,7 @@ def test_in_microbatches_on_a_mesh(model, batch):
     assert_close(parts, alone)
 
 
+@pytest.mark.thorough
 def test_biases_move_towards_an_even_load(tmp_path, batch):
     """Biases move by the rate at each step, whatever the optimizer does."""
     model = zoo.load(tiny.write(tmp_path, "deepseek3"))

@@ -238,6 +238,7 @@ def test_help_of_a_run_begins_with_its_model_and_data(capsys):
     assert words["epochs"] == "default: 3 epochs, but 8 for the embedded instructions"
 
 
+@pytest.mark.thorough
 def test_the_usage_names_the_module():
     run = subprocess.run([sys.executable, "-m", "train.compare", "--help"], capture_output=True, text=True, cwd=ROOT)
     assert run.stdout.startswith("usage: python -m train.compare")

@@ -259,6 +259,7 @@ def assert_eight_bits(words, float_run, stopped_at, matmul, *more):
     assert zoo.load(out / "model").config == zoo.load(words / "model").config
 
 
+@pytest.mark.thorough
 def test_int8(words, whole, stopped_at):
     assert_eight_bits(words, whole, stopped_at, "int8")
 
@@ -293,6 +294,7 @@ def test_resuming_on_other_data_is_refused(words, whole, more, said):
     assert said in refused(*options(words, whole, *more))
 
 
+@pytest.mark.thorough
 def test_a_mended_record(words, tmp_path, stopped_at, capsys):
     """A changed letter in data of equal size is refused unless accepted. Changes of other options are reported."""
     write_words(tmp_path / "words.jsonl", 0, count=200)
@@ -319,6 +321,7 @@ def test_a_mended_record(words, tmp_path, stopped_at, capsys):
     assert "--batch was 4 and is 8" in text
 
 
+@pytest.mark.thorough
 def test_folders_by_default(words, tmp_path, stopped_at, monkeypatch, capsys):
     """A run has a folder of its own, in which the same command resumes; other options make another run."""
     monkeypatch.chdir(tmp_path)
@@ -403,6 +406,7 @@ def test_other_options_are_told_when_a_run_goes_on(words, whole, tmp_path, capsy
     assert "--keep" not in line and "--out" not in line
 
 
+@pytest.mark.thorough
 def test_freeze(words, tmp_path, stopped_at, capsys):
     """Frozen weights are exported unchanged, also after a stop; all others learn. Neither a run's base nor its frozen
     weights may change.
@@ -464,6 +468,7 @@ def test_pretrain(words, capsys):
     assert zoo.load(out / "model").config == zoo.config(words / "model")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["deepseek3", "qwen3_next"])
 def test_mtp_weight(base, name, monkeypatch):
     """The scripts train the MTP module, and give its loss this weight."""

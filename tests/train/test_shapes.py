@@ -42,6 +42,7 @@ def test_answers_are_what_is_drawn():
         assert answers[shapes.COLOUR] == near
 
 
+@pytest.mark.thorough
 def test_data_is_the_same_every_time_and_none_of_it_held_out(out, tmp_path):
     shapes.write_drawings(tmp_path, "train", 24, random.Random(0), apart=False)
     assert (tmp_path / "train.jsonl").read_bytes() == (out / "data" / "train.jsonl").read_bytes()

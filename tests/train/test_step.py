@@ -303,6 +303,7 @@ def test_remat():
     assert sizes[1] < 0.8 * sizes[0] and sizes[2] < 0.5 * sizes[1], sizes
 
 
+@pytest.mark.thorough
 def test_remat_wraps_each_layer():
     """Remat wraps each layer of the head, the period and the tail. CSE may stay enabled only in a scan of one layer:
     there XLA can neither merge the recomputation with the forward pass, nor compute it for all layers at once.

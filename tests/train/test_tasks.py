@@ -32,6 +32,7 @@ def write(path, records):
     return path
 
 
+@pytest.mark.thorough
 def test_a_run_answers_questions(base, model, tokenizer, tmp_path, capsys):
     """Each step's model answers; right answers to two questions are those of the first model."""
     prompts = [tokenizer.encode(word) for word in WORDS]

@@ -89,6 +89,7 @@ def test_folder_is_made_as_it_is_embedded(tmp_path, corpus):
     assert ours.eos == embedded.eos == (0, 2)
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(text=st.text())
 def test_tokenizer_round_trips_every_text(tokenizer, text):

@@ -335,6 +335,7 @@ def test_search(tmp_path):
         made.close()
 
 
+@pytest.mark.thorough
 def test_the_tiny_model(tmp_path):
     """Its chats are short, and each digit is a token, also in a call and in a result."""
     tiny_.main(tmp_path)
@@ -617,6 +618,7 @@ def test_rollouts(folder, model, sample, monkeypatch):
         assert equal([rows], sample().batches)
 
 
+@pytest.mark.thorough
 def test_rewards_of_turns(folder, sample):
     """With --credit turn each turn has its own advantage, by its own and later rewards of its prompt's trajectories."""
     tokenizer = zoo.tokenizer(folder / "model")
@@ -643,6 +645,7 @@ def test_rewards_of_turns(folder, sample):
                 np.testing.assert_allclose(advantages, wanted[row, turn], atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_split_trajectories(folder, sample):
     """Where the template rewrites the past, each turn is a text, and its trajectory's advantage is theirs."""
     (rows,), numbers, _ = sample(str(folder / "forgets.jinja"))
@@ -651,6 +654,7 @@ def test_split_trajectories(folder, sample):
     assert all(np.abs(np.diff(text["loss_mask"])).sum() <= 2 for text in texts), "the targets of a text are one turn"
 
 
+@pytest.mark.thorough
 def test_functions(folder, sample, monkeypatch):
     """A function's two chats are two texts, with the same advantage; the first has two turns."""
     (rows,), numbers, samples = sample(name="functions.py:rollout")
@@ -682,6 +686,7 @@ def test_evaluations_draw_no_group_again(sample, tmp_path, monkeypatch):
     assert "without_signal" not in sample(redraws=2).numbers and drawn == [4, 4, 4, 4]
 
 
+@pytest.mark.thorough
 def test_the_journal(folder, sample, tmp_path, monkeypatch):
     """A step that is killed goes on with the answers that it has had, although its environment answers otherwise."""
     monkeypatch.setenv("RANDOM", "1")
@@ -726,6 +731,7 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_the_script(folder, tmp_path):
     """The script trains on trajectories, and samples.jsonl has some."""
     more = [

@@ -179,6 +179,7 @@ def test_memory(tmp_path, monkeypatch):
     assert memory.usage().items() >= {"memory/device_bytes": 3, "memory/device_peak_bytes": 7}.items()
 
 
+@pytest.mark.thorough
 def test_norms_of_layers(model):
     """Norms equal those of a step's gradients, and of the activations passed from layer to layer."""
     random = np.random.RandomState(0)

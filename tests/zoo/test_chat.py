@@ -63,6 +63,7 @@ def reply(model, tokenizer, messages, new=12):
     return "".join(zoo.stream(model, tokenizer, ids, max_new_tokens=new))
 
 
+@pytest.mark.thorough
 def test_a_conversation(talk, model, tokenizer):
     """Each prompt is the whole conversation, rendered by the model's template."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASK}]

@@ -62,7 +62,7 @@ def draft(model):
     return ModelDraft(model, 2)
 
 
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("drafted", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_only_allowed_tokens_are_drawn(model, draft, drafted):
     """Rows with and without constraints share a batch, and each has the tokens of the model's own distribution. The
     likeliest tokens are those without the constraint, like log-probabilities.
@@ -152,6 +152,7 @@ def test_the_answer_of_a_chat(tmp_path):
         grammars.compile("regex", "(a")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "before",
     [

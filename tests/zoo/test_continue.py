@@ -12,9 +12,9 @@ import pytest
 import kernels
 import zoo
 from tests.zoo import tiny
-from tests.zoo.programs import STACKS, noise
+from tests.zoo.programs import MECHANISMS, noise, thorough
 from tests.zoo.test_constraints import Sets
-from tests.zoo.test_engine import NEVER, PROMPTS, thorough
+from tests.zoo.test_engine import NEVER, PROMPTS
 from tests.zoo.test_speculative import noisy
 from zoo.generation.engine import Engine
 from zoo.generation.pages import NONE, Layout, Pool
@@ -27,7 +27,6 @@ from zoo.nn.routing import Router, experts_of
 FEW = Sampling(max_new_tokens=6)
 TURN = tiny.TOKENS[1, 20:25].tolist()  # what comes after a completion
 SHAPE: Any = dict(batch=3, max_tokens=40, stride=4, page=4)
-QUICK = ["qwen3-window-head", "qwen3_next"]  # windows, states; the others are thorough
 
 
 def drawn(engine, *completions):
@@ -73,7 +72,8 @@ def assert_all_free(engine):
     assert engine._pool.free.tolist() == list(engine._pool.counts)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *map(thorough, sorted({*STACKS} - {*QUICK}))])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["qwen3_next", *MECHANISMS])
 def test_every_family_goes_on(load, name):
     """Texts that go on equal fresh prompts, whatever their layers keep."""
     assert_goes_on(Engine(load(name), **SHAPE, stops=range(0, 64, 16)), PROMPTS[1:3])
@@ -125,7 +125,7 @@ def test_a_text_goes_on_beyond_the_limit_of_a_cache(load):
     assert_goes_on(engine, [tiny.TOKENS[0, :size].tolist() for size in (1, 5, 10, 11, 17)])
 
 
-@pytest.mark.parametrize("name", [*QUICK, *map(thorough, sorted({*STACKS} - {*QUICK}))])
+@pytest.mark.parametrize("name", ["qwen3-window-head", *map(thorough, ["qwen3_next", *MECHANISMS[1:]])])
 def test_chunks_of_prompts_are_shared(load, name):
     """Chunks that are found are bit for bit those that are read: later tokens have the same log-probabilities. So have
     prompts with one chunk in common, and one of which a part was forgotten.
@@ -191,6 +191,7 @@ def records_of(model, tokens):
     return experts_of(model.layers, reports), x
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, kind",
     [
@@ -259,6 +260,7 @@ def test_a_mesh_goes_on(folders, spec):
         assert_goes_on(engine, PROMPTS[:1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3-window-head", thorough("qwen3_next")])
 def test_a_small_pool(load, name):
     """In memory for less than two rows, eight rows' requests have the tokens that they have alone; a text is read anew
@@ -386,6 +388,7 @@ def test_any_mix_of_requests(count, kind):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compared", [False, thorough(True)])
 def test_rows_of_mixed_lengths_need_the_memory_that_they_use(compared):
     """512 rows are drawn at once in the memory of 64 that are as long as they may be, each as it is alone."""

@@ -253,6 +253,7 @@ def test_rebalance_evens_the_load(load):
 # Multi-token prediction.
 
 
+@pytest.mark.thorough
 def test_further(model_with_further, further_tensors):
     """The MTP module equals a model with the module's layer as its only one, and the layer's input as its embedding."""
     model, t = model_with_further, further_tensors
@@ -438,6 +439,7 @@ def test_fp8_is_read_as_stored(tmp_path):
     assert same(*models)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scales", ["float32", "bfloat16", "float8_e8m0fnu"])
 def test_fp8_stays_as_it_is_stored(tmp_path, scales):
     """Blocks in fp8 are kept, stand for the numbers that are read without the option, and are saved bit by bit."""

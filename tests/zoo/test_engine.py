@@ -12,7 +12,7 @@ import pytest
 import zoo
 from kernels.backends import compile_options
 from tests.zoo import tiny
-from tests.zoo.programs import forward, noise
+from tests.zoo.programs import forward, noise, thorough
 from zoo.generation import decoding
 from zoo.generation.complete import complete
 from zoo.generation.engine import Engine
@@ -28,7 +28,6 @@ NEVER = range(64, 72)  # never drawn, but as many as STOPS, since programs depen
 SHAPE = dict(batch=2, max_tokens=30)  # for most engines, and `complete` with 14 new tokens: they share programs
 SMALL = zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 64, 1)  # for tests that need little computing
 KEY = jax.random.key(0)
-thorough = lambda *case: pytest.param(*case, marks=pytest.mark.thorough)
 
 draw = eqx.filter_jit(lambda sampling, logits, keys: settings([sampling] * len(logits)).draw(logits, keys))
 
@@ -174,6 +173,7 @@ def test_requests_of_all_kinds_share_a_program(model, monkeypatch):
     assert not traced
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("drafted, raw", [(False, False), (False, True), (True, True)])
 def test_likeliest_tokens(model, drafted, raw):
     """They are those of the forward pass, and the drawn token's log-probability is among them where it is likely."""
@@ -220,6 +220,7 @@ def test_cancel(model, overlap):
     assert third.tokens == alone.tokens and len(alone.tokens) == 6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, spec, scope",
     [
@@ -283,6 +284,7 @@ def test_options_of_xla_for_decoding(monkeypatch):
         decoding.compiled(lambda inputs, state: state)(0, jnp.zeros(3))
 
 
+@pytest.mark.thorough
 def test_a_cache_is_made_anew(load):
     """Phi's texts of more than 16 tokens have other rotary frequencies at all positions. Samples of prompts that grow
     beyond that, are longer, or end before, have the tokens of one pass over the whole text so far.

@@ -166,6 +166,7 @@ def test_sampling_refuses(options):
         Sampling(**options)
 
 
+@pytest.mark.thorough
 def test_options_by_value_and_by_keyword(model, tokenizer):
     """Keywords take the place of fields. A wrong name is refused at the call, and type checkers know the names."""
     options, ids = dict(max_new_tokens=8, temperature=2.0), [tokenizer.encode(PROMPTS[1])]
@@ -182,6 +183,7 @@ def test_options_by_value_and_by_keyword(model, tokenizer):
         zoo.complete(model, ids, max_new_tokens=4, stop=["b"])
 
 
+@pytest.mark.thorough
 def test_an_int8_cache_writes_much_the_same():
     model, tokenizer = zoo.load("tiny", dtype="float32"), zoo.tokenizer("tiny")
     prompts = ["def __init__(self", "The following", "import ", "Return the"]

@@ -93,6 +93,7 @@ def test_positions_end(load):
     assert hidden.shape == (1, 60, 32)
 
 
+@pytest.mark.thorough
 def test_a_model_without_published_weights(tmp_path, monkeypatch):
     """The model is built, saved with the tokenizer of another family's checkpoint, and loaded; transformers agrees."""
     tiny.write_tokenizer(tiny.write(tmp_path / "tokenizer", "qwen3-tied"))

@@ -69,6 +69,7 @@ def test_mxfp4_is_read_as_what_it_stands_for(checkpoint, dtype):
     assert same(model, zoo.load(plain, dtype=dtype))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_mxfp4_stays_as_it_is_stored(checkpoint, dtype, tmp_path):
     """Experts in MXFP4 are kept, stand for the numbers that are read without the option, and are saved bit by bit."""

@@ -19,7 +19,7 @@ import tokenizers
 import convert.tensors
 import zoo
 from tests.zoo import tiny
-from tests.zoo.programs import STACKS, on_host, same
+from tests.zoo.programs import STACKS, by_mechanism, on_host, same
 from zoo import retrieval
 from zoo.nn.heads import ClassificationHead, EmbeddingHead, RewardHead, pool
 from zoo.surgery import partition_specs, with_head
@@ -235,7 +235,7 @@ def test_an_encoder_does_not_generate(embedders):
         eqx.filter_eval_shape(decode, model, tokens)
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("name", by_mechanism(STACKS))
 def test_every_family_takes_every_head(folders, load, untyped, tmp_path, name):
     """A head replaces the output embeddings, has a place on meshes, and comes back from files with the same bits."""
     plain = load(name)
@@ -330,6 +330,7 @@ def judge(folders):
     return zoo.load(folder), zoo.tokenizer(folder)
 
 
+@pytest.mark.thorough
 def test_ranking(judge):
     """A language model judges by "yes" against "no" after Qwen3-Reranker's prompt, and so does that head made of it."""
     model, tokenizer = judge
@@ -368,6 +369,7 @@ YES = Settings.of(pathlib.Path())._replace(
 )
 
 
+@pytest.mark.thorough
 def test_decisions(judge):
     """Each option has the softmax, over the labels of the options alone, of the logits of the next token."""
     model, tokenizer = judge

@@ -229,6 +229,7 @@ def test_states_are_kept_in_float32(load):
 HALF = {"nf4": 0.152, "int8": 0.5 / 127, "fp8": 16 / 448}  # half of the widest gap between neighbours
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, format", list(zip(HYBRIDS, itertools.cycle(HALF))))
 def test_what_is_stored_in_fewer_bits(load, name, format):
     """Projections are within the format's bound. Convolutions, decays, norms, routers, one-row gates are unchanged."""

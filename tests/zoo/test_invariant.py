@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kernels
-from tests.zoo.test_engine import thorough
+from tests.zoo.programs import thorough
 from zoo.generation.engine import Engine
 from zoo.generation.sampling import Sampling
 from zoo.nn.cache import init_cache

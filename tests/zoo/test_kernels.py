@@ -34,6 +34,7 @@ def assert_served(calls, implementation):
     assert not [call for call in calls if call.others.get(implementation, "") is None], "another one served"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["xla", "triton", "tpu"])
 def test_int8_weights(load, implementation):
     """Attention, experts and linear maps of this implementation give the logits of the dequantised numbers."""

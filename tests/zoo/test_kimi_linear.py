@@ -73,6 +73,7 @@ def test_decays_and_biases_stay_in_float32():
     assert names == {"A_log", "dt_bias", "e_score_correction_bias"}
 
 
+@pytest.mark.thorough
 def test_rebalance(load):
     model = load("kimi_linear")
     moved = kimi_linear.rebalance(model, packed(model)[2], 0.25)

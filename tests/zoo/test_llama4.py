@@ -115,6 +115,7 @@ def test_chunked_layers_keep_one_chunk():
     assert [part.k.shape for part in cache] == [(12, 1, 8192, 8, 128)] * 3 + [(12, 1, 131_072, 8, 128)]
 
 
+@pytest.mark.thorough
 def test_prefill_in_pieces(model):
     """Pieces may begin and end anywhere in a chunk of 8, and be shorter or longer than it."""
     start, parts, cache = 0, [], init_cache(model, 2, 40)
@@ -140,6 +141,7 @@ def test_padding_is_harmless(model):
     assert error(np.asarray(logits)[1, :1], GOLDEN["llama4"][1, :1]) < 1e-4
 
 
+@pytest.mark.thorough
 def test_what_the_routers_report(load):
     segments = jnp.asarray(np.where(np.arange(40) < 30, 1, 0)[None].repeat(2, axis=0))
     head, period, tail = packed(load("llama4-lists-new"), segments=segments)[2]

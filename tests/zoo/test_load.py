@@ -63,6 +63,7 @@ def mixture(tmp_path_factory):
     return write_large(tmp_path_factory.mktemp("mixture"), "mixtral", **size, num_local_experts=8)
 
 
+@pytest.mark.thorough
 def test_peak_memory(large, mixture, pytestconfig):
     """The peak rises by a bounded amount while a model is loaded, one after another in a process of their own."""
     runs = (large[0], {}), (mixture[0], {}), (mixture[0], {"dtype": "bfloat16"}), (mixture[0], {"quantize": "int8"})
@@ -106,6 +107,7 @@ def test_mmap(tmp_path):
     assert (np.asarray(copied.embed_tokens.weight) == before).all() and mapped.embed_tokens.weight[0, 0] == 7
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("padding", [0, 8])
 def test_alignment_changes_nothing(tmp_path, padding):
     """Whatever the file's alignment, the bits are the file's, and outlive it."""
@@ -179,6 +181,7 @@ def test_a_source_without_weights(monkeypatch, tmp_path):
         assert source.config
 
 
+@pytest.mark.thorough
 def test_random_weights(tmp_path):
     """By config, by folder and on a mesh the weights are the same, in the dtype that is asked for."""
     config = dataclasses.replace(zoo.config("llama3.2-1b"), vocab_size=64, hidden_size=32, intermediate_size=48,

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import zoo
 from tests.zoo import tiny
-from tests.zoo.programs import TOKENS, error, forward, same
+from tests.zoo.programs import TOKENS, error, forward, same, thorough
 from zoo import lora
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.registry import family_of
@@ -25,7 +25,6 @@ NAMES = ["qwen3", "gpt3", "llama4", "mixtral", "deepseek3", "qwen3_next", "grani
 NAMES += ["lfm2_moe", "lfm3", "laguna"]
 CASES = pytest.mark.parametrize("name", NAMES)
 # Each of these stores its matrices in its own way, or has names of its own.
-UNLIKE = pytest.mark.parametrize("name", ["gpt3", "llama4", "mixtral", "qwen3_next", "granite4", "nemotron_h"])
 
 
 def trained(model, *, where=lora.LAYERS, rank=3, alpha=5.0):
@@ -90,7 +89,9 @@ def test_gradients_transpose_nothing_wide():
     assert len(sums) == 2 and all(3 in e.invars[0].aval.shape for e in (*sums, *transposed))
 
 
-@UNLIKE
+@pytest.mark.parametrize(
+    "name", ["gpt3", "mixtral", *map(thorough, ("llama4", "qwen3_next", "granite4", "nemotron_h"))]
+)
 def test_files(load, name, tmp_path):
     """Saved adapters, also those of experts, are loaded bit by bit."""
     adapted = trained(load(name))
@@ -98,6 +99,7 @@ def test_files(load, name, tmp_path):
     assert same(peft.load(load(name), tmp_path), adapted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek3", "mixtral"])
 def test_files_per_expert(load, name, tmp_path):
     """Each expert's maps have two tensors of their own, and are loaded bit by bit."""
@@ -151,6 +153,7 @@ SEEING = {  # some modules of transformers' models, by our checkpoint
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SEEING)
 def test_files_of_models_that_see(load_vision, name, tmp_path):
     """Adapters of the tower and of the text model are named like transformers' modules, unlike the Hub's tensors."""
@@ -232,6 +235,7 @@ def test_over_rounded_weights(load, tmp_path):
         lora.merge(adapted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mixtral"])
 def test_on_a_mesh(load, name, tmp_path):
     """Adapters are split like the weights below them, compute the same, and are loaded as they were saved."""

@@ -26,6 +26,7 @@ def read(hub=CONFIG, **changes):
     return read_config(mimo_v2_flash.FAMILY, hub | changes)
 
 
+@pytest.mark.thorough
 def test_the_window_is_the_size_and_the_token_itself():
     """A changed token changes what is one position before the window's edge, and at the edge, but not beyond it."""
     config = read(num_hidden_layers=1, hybrid_layer_pattern=[1], moe_layer_freq=[0])

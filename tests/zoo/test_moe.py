@@ -19,8 +19,7 @@ import zoo
 from kernels.ragged_dot import SAVED
 from kernels.stacked import Stacked
 from tests.zoo import tiny
-from tests.zoo.programs import TOKENS, noise, on_host, packed
-from tests.zoo.test_engine import thorough
+from tests.zoo.programs import TOKENS, noise, on_host, packed, thorough
 from zoo import lora, surgery
 from zoo.lora import LoRAExpertLinear
 from zoo.mesh import make_mesh
@@ -152,6 +151,7 @@ def test_rounds_of_an_exchange(monkeypatch):
         assert (rounds(ROUTES[name]) == -(-max(0, most - 7) // 2)).all()
 
 
+@pytest.mark.thorough
 def test_split_experts_adapted_and_quantised(mixture, monkeypatch):
     """Results equal one device's if "tensor" splits the hidden layer, with three blocks of nf4 for two devices."""
     monkeypatch.setattr(moe, "LEAST", 1)
@@ -178,6 +178,7 @@ def test_split_experts_adapted_and_quantised(mixture, monkeypatch):
         assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()  # scales of nf4 have no gradient
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, text, implementation",
     [
@@ -296,6 +297,7 @@ def test_no_token_at_all_costs_nothing():
     assert losses(*map(jnp.asarray, given)) == (0, 0, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, layers", [("mixtral-window-new", [3]), ("qwen3_moe", [3]), ("gpt_oss-new", [1, 2, 2])])
 def test_every_router_reports_and_padding_does_not_count(load, name, layers):
     model = load(name)
@@ -394,6 +396,7 @@ def test_decoding_leaves_experts_in_their_stack(load, change):
     assert {once for whole, once in operands if whole == shape} == {shape}
 
 
+@pytest.mark.thorough
 def test_memory_is_that_of_the_tokens():
     """The compiled program's temporary memory does not grow with experts. The 5 % are for the router's logits."""
 

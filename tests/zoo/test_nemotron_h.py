@@ -93,6 +93,7 @@ def oracle(tensors, x, following):
     return norm(y + routed + mlp(normed, "1.mixer.shared_experts"), "1.final_layernorm")
 
 
+@pytest.mark.thorough
 def test_one_more_token_and_its_loss(model, tensors):
     """The module's features equal the oracle's, and its loss on packed documents reaches all of it."""
     batch = dict(tokens=TOKENS[:, :-1], targets=TOKENS[:, 1:], loss_mask=jnp.ones((2, 39), jnp.int32))

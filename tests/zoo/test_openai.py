@@ -62,6 +62,7 @@ def test_chat_and_completions(client, model, tokenizer):
     assert [each.id for each in client.models.list()] == [client.models.retrieve("tiny").id] == ["tiny"]
 
 
+@pytest.mark.thorough
 def test_logprobs(client, model, tokenizer):
     """Log-probabilities of a chat are those of a completion of its prompt."""
     asked = {"model": "tiny", "temperature": 0, "max_tokens": NEW}
@@ -139,6 +140,7 @@ def test_errors(running, client):
         client_of(running, "open").models.list()
 
 
+@pytest.mark.thorough
 def test_structured_answers(client):
     """Answers by a schema are valid whatever the model writes, also drawn, streamed and several at once."""
     pytest.importorskip("llguidance")
@@ -179,6 +181,7 @@ def test_without_llguidance(client, running, monkeypatch):
         client.chat.completions.create(model="tiny", messages=MESSAGES, response_format={"type": "json_object"})
 
 
+@pytest.mark.thorough
 def test_adapters_by_name(model, tokenizer, tmp_path):
     """Requests choose the model or an adapter of it by name, also at the same time, and each replies as alone."""
     adapted = trained(model)
@@ -205,6 +208,7 @@ def test_adapters_by_name(model, tokenizer, tmp_path):
         Server([served[0], served[0]], batch=1, max_tokens=9)
 
 
+@pytest.mark.thorough
 def test_embeddings_scores_and_rankings(tokenizer):
     """They are those of zoo.embed and zoo.rank, and a model with a head writes no text."""
     texts = ["import os", "Return the sum.", "import sys"]

@@ -16,7 +16,7 @@ import pytest
 import convert.tensors
 import zoo
 from tests.zoo import make_golden, tiny
-from tests.zoo.programs import STACKS, TOKENS, decode, error, forward, init_cache, on_host, packed
+from tests.zoo.programs import STACKS, TOKENS, by_mechanism, decode, error, forward, init_cache, on_host, packed
 from train.state.mesh import reads_in_order
 from zoo import surgery
 
@@ -25,15 +25,13 @@ GOLDEN = tiny.golden()
 # The distance of transformers' float32 logits with AVX-512 from the golden ones, which were made with AVX2.
 DRIFT = {"qwen3_next-dense-new": 2e-5, "olmo_hybrid-rope": 4e-5}
 CASES = pytest.mark.parametrize("name", tiny.CONFIGS)
-OF_OTHERS = ("gemma4-dense", "gemma4-untied")  # logits of the first are in test_vision.py; the second has all features
-THOROUGH = {name: pytest.mark.thorough for name in (*STACKS, *OF_OTHERS)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=THOROUGH.get(name, ())) for name in tiny.CONFIGS])
+@pytest.mark.parametrize("name", by_mechanism(tiny.CONFIGS))
 def test_logits(load, name):
     """Logits of two rows are right; and, by the same program, those of two packed documents beside a row with padding.
 
-    So every family runs without a cache here; with one, its STACK is in test_cache.py.
+    In the default tier every mechanism runs without a cache here; with one, each family's STACK is in test_cache.py.
     """
     golden, model, cut = GOLDEN[name], load(name), 17
     assert error(packed(model)[0], golden) < 1e-4
@@ -47,7 +45,7 @@ def test_logits(load, name):
         assert error(logits[1, :30], golden[1, :30]) < 1e-4
 
 
-PARTED = ("qwen3-window-head", "llama4-lists-new", "deepseek3", "gpt_oss")  # windows, chunks, latents, sinks
+PARTED = ("qwen3-window-head", "llama4-lists-new", "deepseek3")  # windows, chunks, latents
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from kernels.coded import NF4
-from tests.zoo.programs import forward, noise, same
+from tests.zoo.programs import forward, noise, same, thorough
 from zoo import surgery
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Linear
 from zoo.nn.stack import Stack
@@ -45,6 +45,7 @@ def test_the_linears_of_layers_and_nothing_else(model):
     assert all(array is named(model)[path] for path, array in named(quantized).items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model, dtype, off", [("qwen2", "int8", 0.1), ("deepseek3", "fp8", 0.3)], indirect=["model"])
 def test_it_computes_nearly_the_same(model, dtype, off):
     want, got = (np.asarray(forward(m, TOKENS)) for m in (model, quantize_training(model, dtype)))
@@ -94,10 +95,10 @@ FORMATS = ["int8", "fp8", "nf4"]
     "name, dtype, format",
     [
         ("qwen2", "float32", "int8"),
-        ("qwen2", "bfloat16", "fp8"),
-        ("qwen2", "float32", "nf4"),
-        ("mixtral", "bfloat16", "int8"),
-        ("mixtral", "float32", "fp8"),
+        thorough("qwen2", "bfloat16", "fp8"),
+        thorough("qwen2", "float32", "nf4"),
+        thorough("mixtral", "bfloat16", "int8"),
+        thorough("mixtral", "float32", "fp8"),
         ("mixtral", "bfloat16", "nf4"),
     ],
 )
@@ -144,6 +145,7 @@ def test_what_is_stored_computes_as_what_it_stands_for(load, format):
     assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("format", ["int8", "nf4"])  # with one scale a row, as in fp8, and with scales of blocks in it
 def test_stored_on_a_mesh(folders, load, format):
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

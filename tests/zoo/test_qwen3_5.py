@@ -79,6 +79,7 @@ def hub(folder, name, tensors, **outer):
     return folder
 
 
+@pytest.mark.thorough
 def test_the_hubs_form(load, folder, model, tensors, tmp_path):
     """The Hub's form is read like the plain one, and saved as that; without the tower it takes no images."""
     for name, more in (("qwen3_5", {}), (NAME, tensors)):
@@ -149,6 +150,7 @@ QUANTIZED = dict(
 )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_fp8_as_the_hub_has_it(tmp_path):
     """8-bit matrices with bfloat16 scales are read as their dequantised values, and saved in the same form."""
     wide = dict(hidden_size=160, moe_intermediate_size=136, num_hidden_layers=2, num_experts=3)
@@ -206,6 +208,7 @@ def test_decays_stay_in_float32(folders):
     assert linear.dt_bias.dtype == linear.norm.weight.dtype == jnp.bfloat16
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not FACTS.is_dir(), reason="the recorded facts are not beside this checkout")
 @pytest.mark.parametrize("name", FAMILY.MTP_PARAMETERS)
 def test_parameters_with_mtp(name):
@@ -260,6 +263,7 @@ def oracle(tensors, x, following):
     return norm(y + out + np.einsum("bse,bsed->bsd", chances, experts), "norm")
 
 
+@pytest.mark.thorough
 def test_one_more_token_and_its_loss(model, tensors):
     """The module's features equal the oracle's, and its loss on packed documents reaches all of it."""
     batch = dict(tokens=TOKENS[:, :-1], targets=TOKENS[:, 1:], loss_mask=jnp.ones((2, 39), jnp.int32))

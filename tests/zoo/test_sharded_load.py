@@ -98,6 +98,7 @@ def load(root, folder, mesh, processes, **options):
     return [json.loads(text.split("FOUND ")[1]) for text in texts]
 
 
+@pytest.mark.thorough
 def test_each_process_reads_and_holds_its_half(checkpoint, pytestconfig):
     (whole,) = load(pytestconfig.rootpath, checkpoint, "fsdp=2", 1)
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))

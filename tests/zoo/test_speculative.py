@@ -79,6 +79,7 @@ def test_greedy_is_the_models(model, draft):
     assert got[0][0].ended
 
 
+@pytest.mark.thorough
 def test_ngrams(model):
     """Greedy text is the model's own, and takes fewer calls where it repeats itself."""
     draft = zoo.NGramDraft(3, ngram=2)
@@ -124,6 +125,7 @@ def test_greedy_with_mtp(model_with_further):
     assert_greedy(model, zoo.complete(model, PROMPTS, draft=zoo.MTPDraft(model, 2), **SHAPE))
 
 
+@pytest.mark.thorough
 def test_mtp_remembers(model_with_further):
     """Prefill, single tokens, and several at once with some rolled back, equal the module without a cache."""
 
@@ -147,8 +149,8 @@ def test_mtp_remembers(model_with_further):
 @pytest.mark.parametrize(
     "options, vocab",
     [
-        (dict(temperature=1.0), 5),
-        (dict(temperature=1.0), None),
+        pytest.param(dict(temperature=1.0), 5, marks=pytest.mark.thorough),
+        pytest.param(dict(temperature=1.0), None, marks=pytest.mark.thorough),
         (
             dict(
                 temperature=0.7,
@@ -220,6 +222,7 @@ def test_on_a_mesh(folders, load):
             assert_greedy(load("qwen3"), zoo.complete(model, PROMPTS, draft=draft, **SHAPE))
 
 
+@pytest.mark.thorough
 def test_text(model, draft, tmp_path):
     """Text is the same at once and streamed, greedy and drawn, with stop strings within a round's tokens."""
     tiny.write_tokenizer(tiny.write(tmp_path, "qwen3-window-max", eos_token_id=63))

@@ -128,6 +128,7 @@ def steps(model, tokens):
     return last, gradient(model)
 
 
+@pytest.mark.thorough
 def test_key_value_heads_that_do_not_divide(tmp_path):
     """Two heads over three devices give the results of one device, and are saved like one device's."""
     config = zoo.qwen3.Config(66, 24, 24, 2, 6, 2, 8, 64, 2)

@@ -83,6 +83,7 @@ def test_without_transformers(small, monkeypatch):
     assert all(check.passed for what, check in checks.items() if what != "logits")
 
 
+@pytest.mark.thorough
 def test_a_broken_decode_and_a_broken_export(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr("zoo.nn.cache.KV.update", lambda self, k, v, at: (self, k, v, at))

@@ -22,9 +22,8 @@ import zoo
 import zoo.serve.prompts
 import zoo.vision.open
 from tests.zoo import seeing, tiny
-from tests.zoo.programs import decode, error, on_host, same, skeleton
+from tests.zoo.programs import decode, error, on_host, same, skeleton, thorough
 from tests.zoo.test_continue import assert_goes_on
-from tests.zoo.test_engine import thorough
 from tests.zoo.test_images import png
 from tests.zoo.test_serve import CHAT, Running
 from tests.zoo.tiny import gemma3
@@ -44,9 +43,8 @@ from zoo.weights.checkpoint import export, standard_names
 
 TOWERS = ["gemma3-pattern", "gemma4", "llama4", "ministral3", "muse_glimmer", "qwen2_5_vl", "qwen3_vl"]
 EACH = pytest.mark.parametrize("name", [*TOWERS, "qwen3_5"])
-# In a cache they are like others: Gemma 3, Llama 4 and Qwen3-VL.
-OF_A_KIND = ("gemma4", "muse_glimmer", "qwen2_5_vl")
-EACH_KIND = pytest.mark.parametrize("name", [thorough(n) if n in OF_A_KIND else n for n in (*TOWERS, "qwen3_5")])
+QUICK = ["gemma3-pattern", "qwen3_5"]  # images that see both ways; images of any shape, with positions on three axes
+OTHERS = [name for name in TOWERS if name not in QUICK]
 GRADIENTS = ["gemma3-pattern", "gemma4-shared", "llama4", "ministral3", "muse_glimmer", "qwen2_5_vl", "qwen3_vl"]
 NEW = 3  # number of generated tokens
 EVERY = pytest.mark.parametrize("name", tiny.SEEING)
@@ -103,7 +101,7 @@ def assert_golden(case, logits, features):
 
 
 @pytest.mark.parametrize(
-    "name", [*TOWERS, "gemma4-dense", "mistral", "qwen3_5", thorough("qwen3_vl-moe"), thorough("gemma4-shared")]
+    "name", [*QUICK, *map(thorough, [*OTHERS, "gemma4-dense", "mistral", "qwen3_vl-moe", "gemma4-shared"])]
 )
 def test_logits_and_features(load_vision, name):
     """Rows without an image, with one, and with several are right; of one shape, or of any shape with padding."""
@@ -147,7 +145,7 @@ def pack(case, rows):
     return tokens, Images(images.patches, images.grids, image, feature), segments
 
 
-@pytest.mark.parametrize("name", [*TOWERS, "qwen3_5", thorough("gemma4-shared")])
+@pytest.mark.parametrize("name", [*QUICK, *map(thorough, [*OTHERS, "gemma4-shared"])])
 def test_packed_documents_with_images_equal_each_alone(load_vision, name):
     """Logits are equal, and gradients of the first row's, whose documents have all of their images, or part of one."""
     case, model = tiny.SEEING[name], load_vision(name)
@@ -194,7 +192,7 @@ def separate(case):
     return prompts, [part_of_images(row, 0, length) for row, length in zip(rows, lengths, strict=True)]
 
 
-@EACH_KIND
+@pytest.mark.parametrize("name", ["gemma3-pattern", *map(thorough, [*TOWERS[1:], "qwen3_5"])])
 def test_texts_with_images_go_on(untyped, load_vision, name):
     """A turn may have images, and so may the text before it. Chunks end where images do."""
     case, model = tiny.SEEING[name], load_vision(name)
@@ -206,7 +204,7 @@ def test_texts_with_images_go_on(untyped, load_vision, name):
     assert_goes_on(engine, [prompt], prompt, [seen], seen)
 
 
-@EACH_KIND
+@pytest.mark.parametrize("name", ["qwen3_5", *map(thorough, TOWERS)])
 def test_decoding_after_images(untyped, load_vision, name):
     """Prompts of several lengths, each with its images, are prefilled at once; the rest is decoded token by token.
 
@@ -354,6 +352,7 @@ def test_on_a_mesh(untyped, vision_folders, name):
     assert_golden(case, logits[: len(tokens)], {key: x[: len(images.patches)] for key, x in features.items()})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for case in tiny.SEEING.values() for name in case.parameters])
 def test_released_models(untyped, name):
     """The number of parameters equals the Hub's for the repository, and every matrix of the tower is split."""
@@ -451,6 +450,7 @@ def test_generation(untyped, load_vision, vision_folders, name):
     assert zoo.generate(model, tokenizer, prompts, max_new_tokens=NEW) == [tokenizer.decode(expected)] * len(prompts)
 
 
+@pytest.mark.thorough
 def test_the_server(untyped, load_vision, vision_folders, monkeypatch):
     """OpenAI's clients may send an image, but not name a file, and a server whose model takes none refuses it."""
     case, model = tiny.SEEING["gemma3-pattern"], load_vision("gemma3-pattern")
