@@ -23,7 +23,7 @@ def apart(y: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
 
 
 def product(x: Float[Array, "*batch in"], w: Float[Array, "out in"]) -> Float[Array, "*batch out"]:
-    """Computes `x @ w.T`. A CPU may compute the gradient of w the other way round."""
+    """Computes `x @ w.T`. On a CPU a w of more rows than columns has its gradient computed the other way round."""
     widens = w.shape[0] > w.shape[1] and x.dtype == w.dtype
     return _widened(x, w) if widens and device().platform == "cpu" else jnp.einsum("...i,oi->...o", x, w)
 
