@@ -37,7 +37,7 @@ REFERENCE = {
     "zoo.text": "zoo.text.tokenizer zoo.text.prompts zoo.weights.peft",
     "kernels": "kernels.attention kernels.decode_attention kernels.ragged_dot kernels.sort_rows kernels.delta_rule "
     "kernels.delta_step kernels.quantized_matmul kernels.cross_entropy kernels.causal_conv kernels.masks "
-    "kernels.tokens kernels.mesh kernels.dispatch kernels.invariant",
+    "kernels.tokens kernels.mesh kernels.dispatch",
     "convert": "convert.hub convert.files convert.tensors convert.dequantize",
     "train": "train.step.step train.step.loss train.step.task train.state.state train.state.optim train.data.packing "
     "train.data.sets train.run.loop",

@@ -19,9 +19,8 @@ from kernels.delta_rule import delta_rule
 from kernels.dispatch import explain, prefer
 from kernels.gated_products import gated_products
 from kernels.head_products import head_products
-from kernels.invariant import mean, product, softmax, total
 from kernels.masks import Around, Causal, Chunk, Full, Mask, Spans, Window, sliding
-from kernels.products import FEW_ROWS, apart, products
+from kernels.products import FEW_ROWS, apart, product, products
 from kernels.quantized_matmul import fp8_matmul, int8_matmul
 from kernels.ragged_dot import ragged_dot, rounded_ragged_dot
 from kernels.rms_norms import rms_norms
@@ -59,7 +58,6 @@ __all__ = [
     "gated_products",
     "head_products",
     "int8_matmul",
-    "mean",
     "prefer",
     "product",
     "products",
@@ -67,8 +65,6 @@ __all__ = [
     "rms_norms",
     "rounded_ragged_dot",
     "sliding",
-    "softmax",
     "sort_rows",
     "top_k",
-    "total",
 ]

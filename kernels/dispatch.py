@@ -25,7 +25,6 @@ from kernels.mesh import free
 
 FOLDER = pathlib.Path(__file__).parent
 EVERYWHERE = {"cpu", "gpu", "tpu"}
-INVARIANT = "invariant"  # the implementations whose bits in a row of a batch do not depend on the rest of the batch
 
 
 class Implementation(NamedTuple):
@@ -103,8 +102,7 @@ class _Log:
 def prefer(*names: str) -> AbstractContextManager[None]:
     """Makes calls that name no implementation try these first, in order, within `with prefer("triton"):`.
 
-    If these cannot serve, ranks decide as usual; `explain` lists the choices. "invariant" is not only tried but
-    promised (docs/kernels.md): calls that it cannot serve raise a ValueError.
+    If these cannot serve, ranks decide as usual; `explain` lists the choices.
 
     Raises:
         ValueError: no operation has an implementation of such a name.
@@ -114,11 +112,6 @@ def prefer(*names: str) -> AbstractContextManager[None]:
         if name not in known:
             raise ValueError(f"No operation has an implementation {name!r}; there are {', '.join(known)}.")
     return _preferred(names)
-
-
-def prefers(name: str) -> bool:
-    """Whether this is within `prefer(name)`."""
-    return name in _preferred.value
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]:
@@ -151,8 +144,6 @@ def run(operation: str, implementation: str | None, *args: Any, first: str | Non
     known = implementations(operation)
     refusal = lambda name: _refusal(operation, name, *args, **kwargs)
     refusals = lambda: {name: refusal(name) for name in known if name != implementation}
-    if implementation is None and prefers(INVARIANT):
-        implementation = INVARIANT
     if implementation is None:  # modules after the first that can serve are neither asked nor imported
         asked = (*_preferred.value, first, *preference(operation, device().platform))
         implementation = next(name for name in asked if name in known and refusal(name) is None)

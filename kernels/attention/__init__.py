@@ -61,8 +61,6 @@ def attention(
     - "cudnn": NVIDIA's own kernel. It takes rows whose positions are indices, also of packed documents, and has no
       softcap. Its gradients are not deterministic.
     - "mosaic": a kernel for Hopper GPUs. Experimental: compiled, and never yet run on one.
-    - "invariant": in blocks of 64 positions, on CPUs, without a gradient. A query's bits depend on the keys that it
-      sees alone (docs/kernels.md).
 
     None chooses by rank (`kernels.dispatch`): "cudnn", "triton" or "tpu" on their devices if they take the arguments,
     else "xla", and "reference" for at most 128 tokens. Up to `FEW` queries over a layer of a cache go to

@@ -25,7 +25,6 @@ def cache_write(
     - "reference": a scatter by XLA for each of `stores`.
     - "triton": for NVIDIA GPUs, up to 16 tokens in each row: one kernel for all of `stores`.
     - "tpu": on TPUs, for vectors that XLA stores with heads before slots (`kernels.by_head`), up to 128 tokens in all.
-    - "invariant": "reference".
 
     None chooses "triton" on a GPU and "tpu" on a TPU, and "reference" for what these refuse.
 

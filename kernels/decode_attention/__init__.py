@@ -35,7 +35,6 @@ def decode_attention(
     - "xla", "tpu", "tpu_heads", "triton": read only blocks with a key that is seen; "xla" reads all between
       the first and the last of them. They have first derivatives only, in reverse mode, which read every slot.
       "tpu_heads" is for caches that a TPU stores with heads before slots (`kernels.by_head`), "tpu" for others.
-    - "invariant": reads every slot, and has the bits of `attention`'s.
 
     None chooses as `attention` does.
 

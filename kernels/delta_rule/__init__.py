@@ -52,7 +52,6 @@ def delta_rule(
     - "triton_fused": the same in five kernels for NVIDIA's Hopper and Blackwell GPUs, for q, k and v in bfloat16 and
       one decay a head. Products are in bfloat16, with sums and states in float32. "triton_channels": the same for a
       decay of each channel.
-    - "invariant": "reference" on CPUs, for any number of tokens, so that a token's bits do not depend on it.
 
     None chooses by rank (`kernels.dispatch`): the kernels for GPUs or "tpu" on their devices if they take the
     arguments, else "xla", and "reference" for at most 16 tokens and for float64. The decode step is an operation of

@@ -40,7 +40,6 @@ def gated_products(
             - "reference": the products, as these operations choose to compute them, and then the formula.
             - "triton": for NVIDIA GPUs, in 16 bits: one kernel for both products and the formula, which reads the
               matrices where they are. Up to 16 rows, or up to 256 rows in groups of up to 16 on average.
-            - "invariant": as "reference", with bits that do not depend on the other rows.
 
             None chooses "triton" on a GPU, and "reference" for what it refuses.
 

@@ -30,7 +30,6 @@ def head_products(
             - "reference": plain JAX.
             - "triton": for NVIDIA GPUs, up to 16 rows in 16 bits: one kernel, which reads x and W where they are. Sums
               are in float32, and rounded once.
-            - "invariant": as "reference", with bits that do not depend on the number of rows.
 
             None chooses "triton" on a GPU, and "reference" for what it refuses.
 

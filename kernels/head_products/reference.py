@@ -1,8 +1,8 @@
 """Defines `kernels.head_products` in plain JAX."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels.invariant import product
 from kernels.stacked import Stacked, read
 
 
@@ -20,4 +20,4 @@ def head_products(
 ) -> Float[Array, "batch seq heads _"]:
     """Computes `kernels.head_products`."""
     w = read(matrix).reshape(x.shape[2], -1, matrix.shape[1])[:, first : first + size]
-    return product("bshn,hnr->bshr", x[..., :size], w) if to_latent else product("bshr,hvr->bshv", x, w)
+    return jnp.einsum("bshn,hnr->bshr", x[..., :size], w) if to_latent else jnp.einsum("bshr,hvr->bshv", x, w)

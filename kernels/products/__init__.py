@@ -1,6 +1,7 @@
 """Products of one input with several matrices, such as those of queries, keys and values."""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels import dispatch
@@ -21,6 +22,31 @@ def apart(y: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
     return jax.lax.optimization_barrier(y) if few else y
 
 
+def product(x: Float[Array, "*batch in"], w: Float[Array, "out in"]) -> Float[Array, "*batch out"]:
+    """Computes `x @ w.T`. On a CPU a w of more rows than columns has its gradient computed the other way round."""
+    widens = w.shape[0] > w.shape[1] and x.dtype == w.dtype
+    return _widened(x, w) if widens and device().platform == "cpu" else jnp.einsum("...i,oi->...o", x, w)
+
+
+@jax.custom_vjp
+def _widened(x: Float[Array, "*batch in"], w: Float[Array, "out in"]) -> Float[Array, "*batch out"]:
+    """Computes `x @ w.T` for a w of more rows than columns, with a gradient of w for a CPU.
+
+    That gradient is a product of x and y's gradient. XLA transposes its first factor for it, in one loop with what
+    makes the factor. JAX would put y's gradient first: the larger one, whose loop is the derivative of the activation
+    behind y, read in strides. So x comes first, and the result is transposed.
+    """
+    return jnp.einsum("...i,oi->...o", x, w)
+
+
+def _widened_backward(of: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, w = of
+    return jnp.einsum("...o,oi->...i", gradient, w), jnp.einsum("...i,...o->io", x, gradient).T
+
+
+_widened.defvjp(lambda x, w: (jnp.einsum("...i,oi->...o", x, w), (x, w)), _widened_backward)
+
+
 def products(
     x: Float[Array, "*batch in"], *matrices: Float[Array, "_ in"] | Stacked, implementation: str | None = None
 ) -> tuple[Float[Array, "*batch _"], ...]:
@@ -33,7 +59,6 @@ def products(
     - "reference": one product for each matrix, by XLA.
     - "triton": for NVIDIA GPUs, up to 16 rows in 16 bits: one kernel for all products, which reads the matrices where
       they are. If they are layers of stacks, `kernels.stacked.Stacked`, no layer is copied.
-    - "invariant": as "reference", with bits that do not depend on the number of rows.
 
     None chooses "triton" on a GPU, and "reference" for what it refuses.
 

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float
 
-from kernels.invariant import product
+from kernels.products import product
 from kernels.stacked import Stacked, read
 
 
@@ -14,4 +14,4 @@ def products(
     x: Float[Array, "*batch in"], matrices: tuple[Float[Array, "_ in"] | Stacked, ...]
 ) -> tuple[Float[Array, "*batch _"], ...]:
     """Computes `kernels.products` in plain JAX."""
-    return tuple(product("...i,oi->...o", x, read(w)) for w in matrices)
+    return tuple(product(x, read(w)) for w in matrices)

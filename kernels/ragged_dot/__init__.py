@@ -45,7 +45,6 @@ def ragged_dot(
       with tokens, not with groups * tokens. They have first derivatives only, in reverse mode.
     - "tpu": Pallas kernels for TPUs. "triton": for NVIDIA GPUs. On a CPU both are interpreted.
     - "mosaic": kernels for Hopper GPUs. Experimental: compiled, and never yet run on one.
-    - "invariant": "xla" on CPUs, with a second row for a single one. A row's bits do not depend on the other rows.
 
     None chooses by rank (`kernels.dispatch`): "triton" or "tpu" on their devices, else "xla", or "reference" for
     arguments that "xla" refuses.

@@ -16,7 +16,6 @@ def rms_norms(
     - "reference": each norm by itself.
     - "triton": for NVIDIA GPUs, up to 16 rows in 16 bits: one kernel for all norms. Weights that are layers of stacks,
       `kernels.stacked.Stacked`, are not copied.
-    - "invariant": as "reference", with bits that do not depend on the number of rows.
 
     None chooses "triton" on a GPU, and "reference" for what it refuses.
 

@@ -26,7 +26,6 @@ def sort_rows(
 
     - "reference": plain JAX.
     - "triton": one kernel for up to 256 pairs, for NVIDIA GPUs. On a CPU it is interpreted.
-    - "invariant": "reference". A row's bits are copied.
 
     None chooses by rank (`kernels.dispatch`): "triton" on GPUs for few pairs, else "reference".
 

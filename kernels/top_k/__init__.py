@@ -34,8 +34,6 @@ def top_k(
             - "reference": plain JAX.
             - "triton": one kernel for up to 256 pairs of a row and an option found, of up to 1,024 options, for NVIDIA
               GPUs. On a CPU it is interpreted.
-            - "invariant": as "reference", with bits that do not depend on the number of rows. A softmax raises a
-              ValueError.
 
             None chooses "triton" on a GPU, and "reference" for what it refuses.
 

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels.invariant import total
 from kernels.stacked import Stacked, read
 from kernels.sums import largest
 from kernels.top_k.shared import Best, Score, best, normalised, scores_of
@@ -32,7 +31,7 @@ def top_k(
     ranked = scores if bias is None else scores + jnp.broadcast_to(read(bias), scores.shape)
     if groups > 1:
         by_group = ranked.reshape(*ranked.shape[:-1], groups, -1)
-        groups_kept = largest(total(largest(by_group, 2)[0])[..., 0], kept)[1]
+        groups_kept = largest(jnp.sum(largest(by_group, 2)[0], axis=-1), kept)[1]
         is_kept = jnp.any(jax.nn.one_hot(groups_kept, groups, dtype=bool), axis=-2)
         ranked = jnp.where(is_kept[..., None], by_group, -jnp.inf).reshape(ranked.shape)
     return best(scores, largest(ranked, k)[1], normalise)

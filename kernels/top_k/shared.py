@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.invariant import softmax, total
 from kernels.sums import pick
 
 
@@ -27,7 +26,7 @@ def scores_of(logits: Float[Array, "*rows options"], score: Score | None) -> Flo
         case None:
             return logits
         case "softmax":
-            return softmax(logits.astype(jnp.float32))
+            return jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         case "sigmoid":
             return jax.nn.sigmoid(logits.astype(jnp.float32))
 
@@ -39,4 +38,4 @@ def best(scores: Float[Array, "*rows options"], indices: Int[Array, "*rows k"], 
 
 def normalised(values: Float[Array, "*rows k"], normalise: float | None) -> Float[Array, "*rows k"]:
     """Divides the values by their sum plus `normalise`; None: returns them."""
-    return values if normalise is None else values / (total(values) + normalise)
+    return values if normalise is None else values / (jnp.sum(values, axis=-1, keepdims=True) + normalise)

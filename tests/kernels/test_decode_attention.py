@@ -34,7 +34,6 @@ DECODES = {
         *((case, "triton") for case in DECODES if case != "causal"),
         *((case, "tpu") for case in DECODES),
         *((case, "tpu_heads") for case in DECODES if case != "causal"),
-        *((case, "invariant") for case in DECODES if case != "causal"),
     ],
 )
 def test_decode_of_a_ragged_cache(case, implementation):

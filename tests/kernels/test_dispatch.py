@@ -29,26 +29,26 @@ QKV = [shape(2, 300, 4, 16), shape(2, 300, 2, 16), shape(2, 300, 2, 16)]
 
 # By operation: the implementations tried on a CPU, on a GPU and on a TPU, in order, and those that serve only by name.
 ASKED = {
-    "attention": ("xla reference", "cudnn triton xla reference", "tpu xla reference", "invariant mosaic"),
-    "cache_write": ("reference", "triton reference", "tpu reference", "invariant"),
+    "attention": ("xla reference", "cudnn triton xla reference", "tpu xla reference", "mosaic"),
+    "cache_write": ("reference", "triton reference", "tpu reference", ""),
     "coded_matmul": ("reference", "triton reference", "tpu reference", ""),
     "cross_entropy": ("xla reference", "xla reference", "xla reference", ""),
-    "decode_attention": ("xla reference", "triton xla reference", "tpu_heads tpu xla reference", "invariant"),
+    "decode_attention": ("xla reference", "triton xla reference", "tpu_heads tpu xla reference", ""),
     "delta_rule": (
         "xla reference",
         "triton_channels triton_fused triton xla reference",
         "tpu xla reference",
-        "invariant",
+        "",
     ),
-    "delta_step": ("reference", "triton reference", "tpu reference", "invariant"),
-    "gated_products": ("reference", "triton reference", "reference", "invariant"),
-    "head_products": ("reference", "triton reference", "reference", "invariant"),
-    "products": ("reference", "triton reference", "reference", "invariant"),
+    "delta_step": ("reference", "triton reference", "tpu reference", ""),
+    "gated_products": ("reference", "triton reference", "reference", ""),
+    "head_products": ("reference", "triton reference", "reference", ""),
+    "products": ("reference", "triton reference", "reference", ""),
     "quantized_matmul": ("xla reference", "triton xla reference", "tpu xla reference", ""),
-    "ragged_dot": ("xla reference", "triton xla reference", "tpu xla reference", "invariant mosaic"),
-    "rms_norms": ("reference", "triton reference", "reference", "invariant"),
-    "sort_rows": ("reference", "triton reference", "reference", "invariant"),
-    "top_k": ("reference", "triton reference", "reference", "invariant"),
+    "ragged_dot": ("xla reference", "triton xla reference", "tpu xla reference", "mosaic"),
+    "rms_norms": ("reference", "triton reference", "reference", ""),
+    "sort_rows": ("reference", "triton reference", "reference", ""),
+    "top_k": ("reference", "triton reference", "reference", ""),
 }
 
 

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-import kernels
 from kernels import Tokens
 from kernels.sums import pick
 from zoo.nn import moe
@@ -126,7 +125,7 @@ class MoE(eqx.Module):
         self, x: Float[Array, "batch seq embed"], segments: Int[Array, "batch seq"] | None
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         c, logits = self.config, self.gate(x)
-        scores = probability = kernels.softmax(logits)
+        scores = probability = jax.nn.softmax(logits, axis=-1)
         if c.topk_method == "group_limited_greedy":
             by_group = scores.reshape(*x.shape[:2], c.n_group, -1)
             best = moe.top_k(jnp.max(by_group, axis=-1), c.topk_group)[1]  # the best groups

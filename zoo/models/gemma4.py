@@ -333,7 +333,7 @@ class MoE(eqx.Module):
         logits = self.router(x)
         probability, weights, chosen = moe.choose(logits, self.top_k, "softmax")
         factors = pick(spread(self.router.per_expert_scale.astype(jnp.float32), probability.shape), chosen)
-        weights = (factors * weights / kernels.total(weights)).astype(x.dtype)
+        weights = (factors * weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(x.dtype)
         y = moe.dispatch(self.experts, normed, chosen, weights, lambda experts: experts.down_proj)
         y = self.post_feedforward_layernorm_1(of_mlp) + self.post_feedforward_layernorm_2(y)
         return y, moe.Routing.of(logits, probability, chosen, segments)

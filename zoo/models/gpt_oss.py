@@ -139,7 +139,7 @@ class Router(eqx.Module):
         self.bias = jnp.zeros(config.num_local_experts)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        logits = kernels.apart(kernels.product("...d,ed->...e", x, self.weight))
+        logits = kernels.apart(jnp.einsum("...d,ed->...e", x, self.weight))
         return logits + spread(self.bias, logits.shape)
 
 
@@ -182,8 +182,8 @@ class MLP(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.router(x)
         _, best, chosen = moe.choose(logits, self.top_k)
-        y = moe.dispatch(self.experts, x, chosen, kernels.softmax(best), lambda experts: experts.down_proj)
-        probability = kernels.softmax(logits.astype(jnp.float32))
+        y = moe.dispatch(self.experts, x, chosen, jax.nn.softmax(best, axis=-1), lambda experts: experts.down_proj)
+        probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 
 

@@ -210,9 +210,9 @@ class MoE(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], moe.Routing]:
         logits = self.router(x)
         _, best, chosen = moe.choose(logits, self.top_k)
-        weights = kernels.softmax(best.astype(jnp.float32)).astype(x.dtype)
+        weights = jax.nn.softmax(best.astype(jnp.float32), axis=-1).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.output_linear)
-        probability = kernels.softmax(logits.astype(jnp.float32))
+        probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 
 

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-import kernels
 from kernels import Tokens
 from zoo.nn import moe
 from zoo.nn.block import AbstractDecoderBlock
@@ -151,7 +150,7 @@ class GatedRMSNorm(eqx.Module):
     @recomputed
     def __call__(self, x: Float[Array, "*batch dim"], gate: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         y = y * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)
         return (y * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
 
@@ -282,7 +281,7 @@ class MoE(eqx.Module):
         )
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.w2)
-        routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
+        routing = moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
         return moe.with_shared(y, self.shared_experts(x)), routing
 
 

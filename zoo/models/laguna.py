@@ -247,9 +247,9 @@ class MoE(eqx.Module):
         if cap := c.moe_router_logit_softcapping:
             logits = cap * jnp.tanh(logits / cap)
         scores, weights, chosen = self.gate.choose(logits, c.num_experts_per_tok, "sigmoid")
-        weights = c.moe_routed_scaling_factor * weights / kernels.total(weights)
+        weights = c.moe_routed_scaling_factor * weights / jnp.sum(weights, axis=-1, keepdims=True)
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.down_proj)
-        routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
+        routing = moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
         return moe.with_shared(y, self.shared_expert(x)), routing
 
 

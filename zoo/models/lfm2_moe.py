@@ -157,7 +157,7 @@ class Router(AbstractBiasedRouter):
         self.e_score_correction_bias = Float32(jnp.zeros(experts))
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return kernels.product("...d,ed->...e", x, self.weight)
+        return jnp.einsum("...d,ed->...e", x, self.weight)
 
 
 class MoE(eqx.Module):
@@ -181,7 +181,7 @@ class MoE(eqx.Module):
         _, weights, chosen = self.gate.choose(scores, c.num_experts_per_tok, normalise=normalise)
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.w2)
-        return y, moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
+        return y, moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
 
 
 class Block(AbstractDecoderBlock):

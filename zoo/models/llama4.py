@@ -232,7 +232,7 @@ class MoE(eqx.Module):
             choice = chosen[..., i : i + 1]
             rows, ones = scaled(x, weights[..., i : i + 1]), jnp.ones_like(choice, x.dtype)
             y = y + moe.dispatch(self.experts, rows, choice, ones, lambda experts: experts.down_proj)
-        probability = scores / kernels.total(scores)
+        probability = scores / jnp.sum(scores, axis=-1, keepdims=True)
         return y, moe.Routing.of(logits, probability, chosen, segments)
 
 

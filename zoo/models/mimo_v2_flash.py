@@ -193,7 +193,7 @@ class MoE(eqx.Module):
         )
         weights = (c.routed_scaling_factor * weights).astype(x.dtype)
         y = moe.dispatch(self.experts, x, chosen, weights, lambda experts: experts.down_proj)
-        return y, moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
+        return y, moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
 
 
 class Block(AbstractDecoderBlock):

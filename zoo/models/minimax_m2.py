@@ -12,6 +12,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -143,7 +144,7 @@ class MoE(eqx.Module):
         logits = self.gate(x)
         scores, weights, chosen = self.gate.choose(logits, self.top_k, "sigmoid", normalise=0.0)
         y = moe.dispatch(self.experts, x, chosen, weights.astype(x.dtype), lambda experts: experts.w2)
-        return y, moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
+        return y, moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
 
 
 class Block(AbstractDecoderBlock):

@@ -241,7 +241,7 @@ class MoE(eqx.Module):
         y = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
         y = moe.dispatch(self.experts, y, chosen, weights, lambda experts: experts.down_proj)
         y = y if self.fc2_latent_proj is None else self.fc2_latent_proj(y)
-        routing = moe.Routing.of(logits, scores / kernels.total(scores), chosen, segments)
+        routing = moe.Routing.of(logits, scores / jnp.sum(scores, axis=-1, keepdims=True), chosen, segments)
         return moe.with_shared(y, self.shared_experts(x)), routing
 
 

@@ -69,7 +69,7 @@ class Linear(AbstractLinear):
         return self.weight.shape
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        return self.biased(kernels.product("...i,oi->...o", x, read(self.weight)))
+        return self.biased(kernels.product(x, read(self.weight)))
 
     def biased(self, y: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
         """Adds the bias, if there is one, to the product with the weight."""
@@ -200,7 +200,7 @@ class Embedding(eqx.Module):
         return split_lookup(self.weight, tokens)
 
     def attend(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        return kernels.product("...e,ve->...v", x, self.weight)
+        return jnp.einsum("...e,ve->...v", x, self.weight)
 
 
 def check_tokens(tokens: Any, vocab: int) -> None:
@@ -342,8 +342,8 @@ class LayerNorm(eqx.Module):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer_norm(eps: float, x: Array, weight: Array, bias: Array) -> Array:
     y = x.astype(jnp.float32)
-    y -= kernels.mean(y)
-    y *= jax.lax.rsqrt(kernels.mean(jnp.square(y)) + eps)
+    y -= jnp.mean(y, axis=-1, keepdims=True)
+    y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
     weight, bias = (jnp.broadcast_to(array.astype(jnp.float32), x.shape) for array in (weight, bias))
     return (y * weight + bias).astype(x.dtype)
 
@@ -356,12 +356,13 @@ def _layer_norm_backward(eps: float, residuals: tuple[Array, Array, Array], d_ou
     """
     x, weight, bias = residuals
     y, d = x.astype(jnp.float32), d_out.astype(jnp.float32)
-    mean = kernels.mean(y)
-    mean, inverse = jax.lax.optimization_barrier((mean, jax.lax.rsqrt(kernels.mean(jnp.square(y - mean)) + eps)))
+    of_row = lambda y: jnp.mean(y, axis=-1, keepdims=True)
+    mean = of_row(y)
+    mean, inverse = jax.lax.optimization_barrier((mean, jax.lax.rsqrt(of_row(jnp.square(y - mean)) + eps)))
     normed = (y - mean) * inverse
     over_rows = lambda products: jnp.sum(products, axis=tuple(range(x.ndim - 1)))
     d_normed = d * jnp.broadcast_to(weight.astype(jnp.float32), d.shape)
-    d_x = inverse * (d_normed - kernels.mean(d_normed) - normed * kernels.mean(d_normed * normed))
+    d_x = inverse * (d_normed - of_row(d_normed) - normed * of_row(d_normed * normed))
     return d_x.astype(x.dtype), over_rows(d * normed).astype(weight.dtype), over_rows(d).astype(bias.dtype)
 
 
@@ -384,7 +385,7 @@ class RMSNorm(AbstractReadInPlace):
     @recomputed
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         return scaled(y.astype(x.dtype), read(self.weight))
 
 
@@ -402,7 +403,7 @@ class Float32RMSNorm(AbstractReadInPlace):
     @recomputed
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         return (y * jnp.broadcast_to(read(self.weight).astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
@@ -420,7 +421,7 @@ class OffsetRMSNorm(AbstractReadInPlace):
     @recomputed
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         return (y * jnp.broadcast_to(1 + read(self.weight).astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
@@ -439,7 +440,7 @@ class GatedRMSNorm(eqx.Module):
     @recomputed
     def __call__(self, x: Float[Array, "*batch dim"], gate: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         y = y.astype(x.dtype).astype(jnp.float32) * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)
         return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
@@ -458,7 +459,7 @@ def rms_normalized(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*
     @recomputed
     def normalized(x: Array) -> Array:
         y = x.astype(jnp.float32)
-        return (y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + eps)).astype(x.dtype)
+        return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
     return normalized(x)
 
@@ -468,4 +469,4 @@ def l2_normalized(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
     """Divides each vector by its length, `sqrt(sum(x**2) + 1e-6)`, as queries and keys of a delta rule are
     (arXiv:2412.06464). Computed in float32 and cast back, as in flash-linear-attention."""
     y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(kernels.total(jnp.square(y)) + 1e-6)).astype(x.dtype)
+    return (y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)

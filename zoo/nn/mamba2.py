@@ -33,7 +33,7 @@ class GroupedRMSNorm(eqx.Module):
     def __call__(self, x: Float[Array, "*batch dim"], gate: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         y = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         y = y.reshape(*x.shape[:-1], self.groups, -1)
-        y = y * jax.lax.rsqrt(kernels.mean(jnp.square(y)) + self.eps)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         return (y.reshape(x.shape) * jnp.broadcast_to(self.weight.astype(jnp.float32), x.shape)).astype(x.dtype)
 
 

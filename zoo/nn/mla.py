@@ -8,7 +8,6 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 import kernels
 from kernels import Tokens
-from kernels.invariant import invariant
 from kernels.stacked import read
 from kernels.sums import spread
 from zoo.nn.cache import LatentKV
@@ -120,9 +119,7 @@ class LatentAttention(AbstractScalableAttention, AbstractMixer):
         k_at = at  # where the keys stand
         if cache is not None:
             cache, cached, k_at = cache.update(jnp.concatenate([c_kv, k_pe], axis=-1), at)
-        if cached is None and invariant():
-            cached = jnp.concatenate([c_kv, k_pe], axis=-1)[:, :, None]
-        if cached is not None and (q.shape[1] <= kernels.FEW or invariant()):
+        if cached is not None and q.shape[1] <= kernels.FEW:
             # Move kv_b_proj, W, to the query and to the result: q (W c) = (q W) c, and mean(W c) = W mean(c). For few
             # tokens this is cheaper than projecting all cached latents, which now are keys and values of one head.
             w = self.kv_b_proj.weight if type(self.kv_b_proj) is Linear else self.kv_b_proj.matrix(q.dtype)

@@ -213,7 +213,7 @@ def _sort_and_combine(experts: Experts, count: int, x: Array, chosen: Array, wei
     y, back = experts(by_expert.rows, by_expert.sizes), by_expert.place.reshape(-1)
     y = scaled(y, permuted(weights.reshape(-1), by_expert.order, back[:, None])[:, None])
     y = permuted(y, back, by_expert.order[:, None]).reshape(*chosen.shape, x.shape[-1])
-    return kernels.total(y.astype(jnp.float32), axis=1)[:, 0].astype(x.dtype)
+    return jnp.sum(y.astype(jnp.float32), axis=1).astype(x.dtype)
 
 
 class _Routes(NamedTuple):

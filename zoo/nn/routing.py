@@ -40,7 +40,7 @@ class Router(eqx.Module):
         self.weight = _random(hidden, experts, key)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch experts"]:
-        return checkpoint_name(kernels.product("...d,ed->...e", x, self.weight), LOGITS)
+        return checkpoint_name(jnp.einsum("...d,ed->...e", x, self.weight), LOGITS)
 
 
 class Float32Router(eqx.Module):
@@ -216,4 +216,4 @@ def _float32_product(x: Array, weight: Array) -> Array:
     few = device().platform == "gpu" and x.size <= kernels.FEW_ROWS * x.shape[-1]
     if few and x.dtype == weight.dtype:  # the same sums in one kernel, without copies in float32
         return jnp.einsum("...d,ed->...e", x, weight, preferred_element_type=jnp.float32)
-    return kernels.product("...d,ed->...e", x.astype(jnp.float32), weight.astype(jnp.float32))
+    return jnp.einsum("...d,ed->...e", x.astype(jnp.float32), weight.astype(jnp.float32))
