@@ -6,20 +6,14 @@ than the CPU in JAX_PLATFORMS.
 
 import importlib.metadata
 import os
-import pathlib
 
 
-CPU = pathlib.Path("/proc/cpuinfo")
-OLD = importlib.metadata.version("jaxlib") < "0.11"
 HURRY = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu"
 FLAGS = ""
 if HURRY:
     FLAGS = "--xla_cpu_parallel_codegen_split_count=1"  # one LLVM module a program, not 32
-    if OLD:
+    if importlib.metadata.version("jaxlib") < "0.11":
         FLAGS += " --xla_cpu_use_fusion_emitters=false"  # these take longer than LLVM; newer versions have no choice
-if OLD and CPU.exists() and "avx512f" not in CPU.read_text():
-    # Without YNNPACK: one of its transposes ends the delta rule over `context` with a segmentation fault there.
-    FLAGS += " --xla_cpu_experimental_ynn_fusion_type="
 
 
 def environment(*, devices: int = 1) -> dict[str, str]:

@@ -280,8 +280,11 @@ def _decayed(
     # Two tokens in one block: each channel by itself. Totals since the block's start are one number each. With two, XLA
     # writes the decays of all pairs to memory, and a step of Kimi Linear moves 8 % more bytes.
     sums = _between(start, totals)
-    apart = _exp(sums[..., :, None, :] - sums[..., None, :, :], (place[:, None] >= place)[..., None])
-    near = jnp.sum(xs[..., :, None, :] * ks[..., None, :, :] * apart, axis=-1)
+    # Heads and blocks become one axis. On a CPU with AVX2 YNNPACK dies of sums of products with seven axes, one of them
+    # of length 1, before jaxlib 0.11 (https://github.com/jax-ml/jax/issues/39257).
+    xn, kn, since = (a.reshape(*a.shape[:-4], -1, *a.shape[-2:]) for a in (xs, ks, sums))
+    apart = _exp(since[..., :, None, :] - since[..., None, :, :], (place[:, None] >= place)[..., None])
+    near = jnp.sum(xn[..., :, None, :] * kn[..., None, :, :] * apart, axis=-1)
     # A token and one in an earlier block: the decay since the later block's start, times the decay before that.
     earlier = np.arange(CHUNK // BLOCK)[:, None] > block
     late = xs * jnp.exp(sums)
