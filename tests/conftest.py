@@ -8,7 +8,6 @@ Compiled programs are kept in the user's cache folder (compiled.py), which all w
 import gc
 import importlib.util
 import os
-import pathlib
 
 import pytest
 
@@ -28,6 +27,7 @@ import jax
 import jaxtyping
 
 from tests import compiled, typed
+from tests.memory import Memory
 from tests.seconds import Seconds
 
 
@@ -54,6 +54,7 @@ def pytest_configure(config):
     missing = [name for name in ("hypothesis", "pyarrow", "starlette", "uvicorn") if not importlib.util.find_spec(name)]
     if missing:
         raise pytest.UsageError(f"The tests need {', '.join(missing)}, which the extra has: pip install -e '.[test]'")
+    config.pluginmanager.register(Memory())
     if hurry.HURRY:
         config.pluginmanager.register(Seconds())
     if config.pluginmanager.has_plugin("cacheprovider"):
@@ -81,12 +82,3 @@ def pytest_collection_finish():
 def untyped(monkeypatch):
     """Disables runtime type checks, as for users. In tests the checks would otherwise raise before our own messages."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_programs_end_before_there_are_too_many():
-    """Clears JAX's caches in time: each program holds memory maps, of which Linux gives a process 65,530."""
-    yield
-    maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
-        jax.clear_caches()
