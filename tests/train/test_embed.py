@@ -335,7 +335,9 @@ def test_anchors_are_compared_some_at_a_time():
     """Beyond 1,024 anchors there are further products, and each anchor has the negatives that it has alone."""
     random, number = np.random.RandomState(0), 1030
     texts = [str(n) for n in range(40)]
-    anchors, vectors = (np.array(normalized(jnp.asarray(random.randn(count, 8), jnp.float32))) for count in (number, 40))
+    anchors, vectors = (
+        np.array(normalized(jnp.asarray(random.randn(count, 8), jnp.float32))) for count in (number, 40)
+    )
     pairs = [Group(str(n), texts[n % 40], (), ()) for n in range(number)]
     found = list(mine.mine(pairs, texts, anchors, vectors, negatives=3, margin=0.05))
     for n in (0, 1023, 1024, number - 1):

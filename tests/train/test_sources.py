@@ -152,7 +152,7 @@ def test_npy(tmp_path, monkeypatch):
         np.save(file, np.arange(count))
         pieces = fields(file)
         assert len(pieces) == 1 + (count > ids.PIECE)
-        assert sum((each["tokens"] for each in pieces), []) == list(range(count))
+        assert list(itertools.chain(*(each["tokens"] for each in pieces))) == list(range(count))
     monkeypatch.setattr(ids, "PIECE", 4)
     np.save(file, np.arange(6))
     assert fields(file) == [{"tokens": [0, 1, 2, 3]}, {"tokens": [4, 5]}] and wheres(file)[1] == f"{file}, ids from 4"

@@ -63,7 +63,7 @@ def reply(model, tokenizer, messages, new=12):
     return "".join(zoo.stream(model, tokenizer, ids, max_new_tokens=new))
 
 
-@pytest.mark.parametrize("room", [ROOM, 16])
+@pytest.mark.parametrize("room", [ROOM, pytest.param(16, marks=pytest.mark.thorough)])
 def test_a_conversation(talk, model, tokenizer, monkeypatch, room):
     """Each prompt is the whole conversation, rendered by the model's template, in one engine's room or in several."""
     monkeypatch.setattr("zoo.chat.ROOM", room)

@@ -316,7 +316,7 @@ def _view(a: Array, n: int) -> Array:
     """Returns `a[n]` of an array of a CPU, which shares its memory where that is aligned."""
     place = a.sharding
     if isinstance(place, NamedSharding):
-        place = place.update(spec=P())  # that of `a` names its first axis, which a layer lacks; one device splits nothing
+        place = place.update(spec=P())  # a layer lacks the stack's first axis, and one device splits nothing
     return jax.device_put(np.asarray(a)[n], place)
 
 
