@@ -395,6 +395,14 @@ def test_mxfp4_quantised_by_hand():
     assert codes[1, :5].tolist() == [7, 0, 2, 4, 6] and not codes[2].any()
 
 
+def test_mxfp4_is_quantised_in_pieces():
+    """2,048 blocks are one piece, and what follows them another; no block depends on the others."""
+    weight = np.random.default_rng(0).normal(size=(3000, 32)).astype(F32)
+    parts = [quantize_mxfp4(weight[start:stop]) for start, stop in ((0, 1000), (1000, 3000))]
+    for whole, *some in zip(quantize_mxfp4(weight), *parts, strict=True):
+        np.testing.assert_array_equal(whole, np.concatenate(some))
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_mxfp4_and_back(tmp_path, dtype):
     """No number is further off than half a gap, and what MXFP4 holds comes back bit by bit, whatever its scales."""

@@ -31,6 +31,23 @@ def test_in_blocks(mask, monkeypatch):
     assert np.isfinite(gradient).all()
 
 
+def test_one_block_and_two():
+    """The first 512 queries see the same keys in one block as in two, which 513 take."""
+    random = np.random.RandomState(0)
+    q, k = (jnp.asarray(random.randn(1, 513, 1, 8), jnp.float32) for _ in range(2))
+
+    @jax.jit
+    def largest(q, k):
+        with logits.recorded() as found:
+            kernels.attention(q, k, k, scale=0.5, mask=Causal())
+        return found[0]
+
+    one, two = largest(q[:, :512], k[:, :512]), largest(q, k)
+    np.testing.assert_allclose(two[:, :512], one, rtol=8 * np.finfo(np.float32).eps, atol=1e-6)
+    last = 0.5 * np.max(np.asarray(q[0, -1, 0], np.float64) @ np.asarray(k[0, :, 0], np.float64).T)
+    np.testing.assert_allclose(two[0, -1, 0], last, rtol=8 * np.finfo(np.float32).eps)
+
+
 def test_nothing_is_recorded_without_being_asked_for(monkeypatch):
     monkeypatch.setattr(logits, "_largest", None)
     q = jnp.ones((1, 4, 1, 8))

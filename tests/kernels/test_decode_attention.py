@@ -71,6 +71,42 @@ def test_decode_of_a_ragged_cache(case, implementation):
     np.testing.assert_array_equal(spoilt[1, :-1], out[1, :-1])
 
 
+@pytest.mark.parametrize("kv_seq", [64, 65])
+def test_a_cpu_takes_some_rows_at_a_time(kv_seq):
+    """On both sides of a block's 64 slots, and of the rows that a core's cache holds: four of eight here, two of two.
+
+    A logit sums 64 products of size 3, in any order, which the softmax turns into a relative error of each weight.
+    """
+    q, k, v, _ = arrays(batch=8, seq=1, kv_seq=kv_seq, heads=8, kv_heads=8, dim=64)
+
+    def decode(implementation, rows):
+        of = lambda x: Stacked(jnp.asarray(x[:rows])[None], jnp.array(0))
+        at = Tokens(jnp.full((rows, 1), kv_seq - 1))
+        of_rows = jnp.asarray(q[:rows]), of(k), of(v), at
+        return np.asarray(kernels.decode_attention(*of_rows, scale=SCALE, implementation=implementation))
+
+    eight, two = decode("xla", 8), decode("xla", 2)
+    bound = 2 * (64 + kv_seq) * np.finfo(np.float32).eps * np.abs(v).max()
+    np.testing.assert_allclose(eight, decode("reference", 8), rtol=0, atol=bound)
+    np.testing.assert_allclose(eight[:2], two, rtol=0, atol=bound)
+
+
+def test_few_and_many_queries_over_a_cache():
+    """16 queries are decoded, and 17 are attended to as in a prefill. Both give what each query gets alone."""
+    q, k, v, _ = arrays(seq=17, kv_seq=40)
+    of = lambda x: Stacked(jnp.asarray(x)[None], jnp.array(0))
+    positions, slots = (jnp.tile(jnp.arange(*ends), (2, 1)) for ends in ((20, 37), (0, 40)))
+
+    def attend(first, **options):
+        given = jnp.asarray(q[:, first:]), of(k), of(v), Tokens(positions[:, first:]), Tokens(slots)
+        return np.asarray(kernels.attention(*given, scale=SCALE, **options))
+
+    expected = attend(0, implementation="reference")
+    bound = 2 * (q.shape[3] + 40) * np.finfo(np.float32).eps * np.abs(v).max()
+    np.testing.assert_allclose(attend(0), expected, rtol=0, atol=bound)
+    np.testing.assert_allclose(attend(1), expected[:, 1:], rtol=0, atol=bound)
+
+
 def in_pages(x, slots, table):
     """Returns arrays [layers, batch, kv_seq, ...] in pages, with garbage in those that no row has."""
     layers, batch, length = x.shape[:3]

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import rich
+import safetensors.numpy
 
 import zoo
 import zoo.mesh
@@ -72,6 +73,19 @@ def base(tmp_path_factory):
     """Returns a folder with a tiny random model, its tokenizer of 64 tokens, and words to write in capitals."""
     folder = tmp_path_factory.mktemp("base")
     tiny.write(folder / "model", "qwen3", eos_token_id=63)
+    tiny.write_tokenizer(folder / "model")
+    write_words(folder / "words.jsonl", 0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Returns a folder like `base`, with prompts, and a model whose layers have 36 MiB in bfloat16."""
+    folder = tmp_path_factory.mktemp("wide")
+    size = dict(hidden_size=512, intermediate_size=4096, num_hidden_layers=3, eos_token_id=63)
+    tiny.write(folder / "model", "qwen3", **size)
+    tensors = tiny.filled(tiny.MODULES["qwen3"].shapes(tiny.CONFIGS["qwen3"] | size), np.random.RandomState(0))
+    safetensors.numpy.save_file(tensors, folder / "model" / "model.safetensors", metadata={"format": "pt"})
     tiny.write_tokenizer(folder / "model")
     write_words(folder / "words.jsonl", 0)
     return folder

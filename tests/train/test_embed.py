@@ -11,8 +11,9 @@ import pytest
 import zoo
 from tests.train.batching import batches
 from tests.train.conftest import command, devices
-from train import embed
+from train import embed, mine
 from train.data import groups
+from train.data.groups import Group
 from train.data.records import open_records
 from train.evaluate import retrieval
 from train.evaluate.retrieval import Texts
@@ -330,6 +331,21 @@ def test_hard_negatives_are_mined(base, words, tmp_path):
         near = sorted((n for n in range(len(texts)) if row[n] <= limit - 0.05 * abs(limit)), key=lambda n: -row[n])
         own = [texts[n] for n in near[:3]]
         assert mined["negative"] == [*each["negative"], *(text for text in own if text not in each["negative"])]
+
+
+def test_anchors_are_compared_some_at_a_time():
+    """Beyond 1,024 anchors there are further products, and each anchor has the negatives that it has alone."""
+    random, number = np.random.RandomState(0), 1030
+    texts = [str(n) for n in range(40)]
+    anchors, vectors = (
+        np.array(normalized(jnp.asarray(random.randn(count, 8), jnp.float32))) for count in (number, 40)
+    )
+    pairs = [Group(str(n), texts[n % 40], (), ()) for n in range(number)]
+    found = list(mine.mine(pairs, texts, anchors, vectors, negatives=3, margin=0.05))
+    for n in (0, 1023, 1024, number - 1):
+        (alone,) = mine.mine(pairs[n : n + 1], texts, anchors[n : n + 1], vectors, negatives=3, margin=0.05)
+        assert found[n] == alone
+    assert len(found) == number and len({*map(tuple, found)}) > 100
 
 
 def test_info_nce_leaves_out_what_is_not_counted():

@@ -192,6 +192,17 @@ def test_packed_texts_are_learnt_as_unpacked_ones(folder, model):
     assert_learnt_alike(folder, model, shared, alone)
 
 
+def test_a_row_has_128_texts_at_most(folder):
+    """Of 130 short texts beside a long one, two go to the row of the long one, though the other row has room."""
+    tokenizer, texts = zoo.tokenizer(folder / "model"), random_texts([300, *[2] * 130])
+    for short, counts in ((128, [1, 128]), (130, [3, 128])):
+        rows = packed(texts[: 1 + short], 2, tokenizer)
+        assert sorted(rows["segments"].max(axis=1)) == counts
+        alone = packed(texts[: 1 + short], 1 + short, tokenizer)
+        of_all = lambda arrays: sorted(arrays["tokens"][arrays["segments"] != 0].tolist())
+        assert of_all(rows) == of_all(alone)
+
+
 @pytest.mark.thorough
 def test_texts_share_their_beginnings(folder, model):
     """Texts with one beginning are branches of one document, and are learnt as rows of their own."""

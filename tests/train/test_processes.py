@@ -210,6 +210,13 @@ def later(folder, runs, four):
     return printed(pair(folder, 2, (1, -signal.SIGKILL), *tasks.values()), tasks)
 
 
+def test_long_messages_are_sent_in_parts():
+    """Beyond 64 MiB a message has several parts. One process receives its own."""
+    for size in (cluster.CHUNK, cluster.CHUNK + 3):
+        data = b"abc" * (size // 3 + 1)
+        assert cluster.broadcast(data[-size:], 0) == data[-size:]
+
+
 @pytest.mark.thorough
 def test_fine_tuning(folder, two):
     """Two processes with a device each give the results of one with two, and only the first one prints and writes."""

@@ -35,6 +35,8 @@ from train.data.packing import Example, Survey
 from train.run import card, defaults, finetune, folder, loop, report
 from train.run.start import Run
 from train.state import checkpoint
+from zoo.generation import engine
+from zoo.nn import scan, stack
 from zoo.source import Source
 
 
@@ -559,6 +561,32 @@ def finish(process, code=0):
     output, _ = process.communicate(timeout=300)
     assert process.returncode == code, output
     return output
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("script, more", [
+    ("train.sft", ["--lora.rank", 2, "--batch", 2]),
+    ("train.grpo", ["--prompts", 2, "--group", 2, "--max-new-tokens", 6, "--reward", "reward.py:some"]),
+])  # fmt: skip
+def test_samples_of_a_model_whose_layers_lie_apart(wide, tmp_path, monkeypatch, script, more):
+    """On a mesh of one device, where its layers exceed 32 MiB, a model in training draws what it draws stacked."""
+    monkeypatch.setattr(zoo, "generate", generate)
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("reward.py").write_text("def some(completion, record): return sum(map(ord, completion)) % 7 / 7\n")
+    usual = ["--model", wide / "model", "--data", wide / "words.jsonl", "--steps", 1, "--seq-len", 32]
+    split, parts = stack.apart, []
+    monkeypatch.setattr(engine, "apart", lambda model: parts.append(made := split(model)) or made)
+    samples = []
+    for bytes in (stack.CACHED, 2**60):
+        monkeypatch.setattr(stack, "CACHED", bytes)
+        out = tmp_path / str(bytes)
+        command(script, *usual, "--out", out, *more)
+        assert len(losses(out)) == 1
+        samples.append((out / "samples.jsonl").read_text())
+        nodes = jax.tree.leaves(parts, is_leaf=scan.is_apart)
+        assert any(map(scan.is_apart, nodes)) == (bytes < 2**60)
+        parts.clear()
+    assert samples[0] == samples[1] and samples[0]
 
 
 @pytest.mark.thorough

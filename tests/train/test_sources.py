@@ -148,6 +148,11 @@ def test_npy(tmp_path, monkeypatch):
     file = tmp_path / "a.npy"
     np.save(file, np.arange(6, dtype=np.uint16).reshape(2, 3))
     assert fields(file) == [{"tokens": [0, 1, 2]}, {"tokens": [3, 4, 5]}] and wheres(file)[1] == f"{file}, row 2"
+    for count in (ids.PIECE, ids.PIECE + 1):
+        np.save(file, np.arange(count))
+        pieces = fields(file)
+        assert len(pieces) == 1 + (count > ids.PIECE)
+        assert list(itertools.chain(*(each["tokens"] for each in pieces))) == list(range(count))
     monkeypatch.setattr(ids, "PIECE", 4)
     np.save(file, np.arange(6))
     assert fields(file) == [{"tokens": [0, 1, 2, 3]}, {"tokens": [4, 5]}] and wheres(file)[1] == f"{file}, ids from 4"

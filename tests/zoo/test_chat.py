@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from tests.zoo.test_tokenizer import INST, folder
-from zoo.chat import Conversation, LoadOptions, chat
+from zoo.chat import ROOM, Conversation, LoadOptions, chat
 from zoo.generation.engine import Engine
 from zoo.generation.generate import Encoded
 from zoo.generation.sampling import Sampling
@@ -64,8 +64,10 @@ def reply(model, tokenizer, messages, new=12):
 
 
 @pytest.mark.thorough
-def test_a_conversation(talk, model, tokenizer):
-    """Each prompt is the whole conversation, rendered by the model's template."""
+@pytest.mark.parametrize("room", [ROOM, 16])
+def test_a_conversation(talk, model, tokenizer, monkeypatch, room):
+    """Each prompt is the whole conversation, rendered by the model's template, in one engine's room or in several."""
+    monkeypatch.setattr("zoo.chat.ROOM", room)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASK}]
     first = reply(model, tokenizer, messages)
     longer = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "And then?"}]

@@ -20,6 +20,7 @@ from zoo.generation.sampling import Sampling, settings
 from zoo.generation.shapes import bucket
 from zoo.mesh import make_mesh
 from zoo.nn import scan, stack
+from zoo.surgery import shardings
 
 
 PROMPTS = [tiny.TOKENS[n % 2, n : n + size].tolist() for n, size in enumerate([5, 1, 12, 2, 9, 3])]
@@ -76,8 +77,58 @@ def test_layers_apart(load, monkeypatch, name):
         jax.tree.leaves(m.layers.period, is_leaf=scan.is_apart) for m in (model, stack.apart(model))
     )
     assert len(layers.layers) == len(one) > 1 and np.array_equal(layers.layers[1], one[1])
+    mesh = make_mesh(devices=jax.devices()[5:6])
+    placed = jax.device_put(model, shardings(model, zoo.registry.family_of(model.config).partition_rules, mesh))
+    (each, *_) = jax.tree.leaves(stack.apart(placed).layers.period, is_leaf=scan.is_apart)
+    assert each.layers[1].sharding.mesh == mesh and np.array_equal(each.layers[1], one[1])
     for (a,), (b,) in zip(stacked, complete(model, PROMPTS, **options), strict=True):
         assert a.tokens == b.tokens and np.allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_layers_apart_on_a_mesh():
+    """Layers of more than 32 MiB lie apart, in the memory of the stack, wherever a mesh of one device puts the model.
+    There it draws the same bits as without a mesh; on eight devices its layers stay stacked, and tokens are the same.
+    """
+    config = zoo.qwen3.Config(64, 1024, 2048, 3, 2, 1, 8, 64, 1)
+    weights = noise(lambda: zoo.qwen3.Model(config, key=KEY), 0.03)
+    options = dict(max_new_tokens=6, stops=NEVER, batch=2)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        plain = jax.tree.map(lambda a, dtype=dtype: jnp.asarray(a, dtype), weights)
+        drawn = complete(plain, PROMPTS[:2], **options)
+        for places in (jax.devices()[:1], jax.devices()[5:6], jax.devices()):
+            mesh = make_mesh(devices=places)
+            model = jax.device_put(plain, shardings(plain, zoo.qwen3.FAMILY.partition_rules, mesh))
+            layers = jax.tree.leaves(stack.apart(model).layers.period, is_leaf=scan.is_apart)
+            if len(places) == 1:
+                for whole, each in zip(jax.tree.leaves(model.layers.period), layers, strict=True):
+                    (*_, last), start = each.layers, whole.unsafe_buffer_pointer()
+                    assert last.sharding.mesh == mesh and np.array_equal(last, whole[-1])
+                    aligned = last.nbytes % 64 == 0  # as XLA wants it
+                    assert not aligned or last.unsafe_buffer_pointer() == start + 2 * last.nbytes
+            assert any(map(scan.is_apart, layers)) == (len(places) == 1)
+            with jax.set_mesh(mesh):
+                again = complete(model, PROMPTS[:2], **options)
+            for (a,), (b,) in zip(drawn, again, strict=True):
+                assert a.tokens == b.tokens
+                assert len(places) > 1 or a.logprobs == b.logprobs
+
+
+@pytest.mark.thorough
+def test_long_prompts_and_many():
+    """A prompt of 520 tokens is read in two chunks and lies in several pages, a short one in one; of nine short ones
+    eight are read at a time. Each draws what the forward pass has as its largest logits.
+    """
+    model = noise(lambda: zoo.qwen3.Model(dataclasses.replace(SMALL, max_position_embeddings=1024), key=KEY), 0.4)
+    random = np.random.RandomState(0)
+    prompts = [random.randint(0, 64, size).tolist() for size in (520, *range(2, 11))]
+    drawn = complete(model, prompts, max_new_tokens=5, stops=NEVER, batch=10)
+    ids = np.zeros((10, 525), np.int32)
+    for row, prompt, (each,) in zip(ids, prompts, drawn, strict=True):
+        row[: len(prompt) + 5] = prompt + each.tokens
+    logits = np.asarray(forward(model, jnp.asarray(ids)))
+    for row, prompt, (each,) in zip(logits, prompts, drawn, strict=True):
+        assert np.array_equal(each.tokens, np.argmax(row[len(prompt) - 1 :][:5], axis=-1))
 
 
 @pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3", thorough("llama4"), thorough("gpt_oss")])

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -16,7 +17,10 @@ import convert.hub
 import convert.tensors
 import zoo
 from tests.zoo import tiny
+from tests.zoo.programs import same
+from zoo.quantized import quantize
 from zoo.source import Source
+from zoo.weights import reading
 
 
 CODE = """
@@ -105,6 +109,25 @@ def test_mmap(tmp_path):
         file.seek(offset)
         file.write(np.float32(7).tobytes())
     assert (np.asarray(copied.embed_tokens.weight) == before).all() and mapped.embed_tokens.weight[0, 0] == 7
+
+
+def test_pieces(tmp_path):
+    """A tensor of more than 32 MiB is read in pieces, and one of more than 256 KiB is quantised in pieces. They make up
+    the whole, like tensors below.
+    """
+    size = dict(vocab_size=17 * 2**13, hidden_size=64, intermediate_size=2048, num_hidden_layers=1)
+    folder = tiny.write(tmp_path, "qwen3-tied", **size)
+    shapes = tiny.MODULES["qwen3"].shapes(tiny.CONFIGS["qwen3-tied"] | size)
+    tensors = tiny.filled(shapes, np.random.RandomState(0))
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    large, small = "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"
+    assert tensors[large].nbytes > reading.PIECE > tensors[small].nbytes > reading.QUANTIZED_PIECE
+    plain = zoo.load(folder)
+    for model in (plain, zoo.load(folder, mmap=False), zoo.load(folder, dtype="bfloat16")):
+        dtype = model.embed_tokens.weight.dtype
+        assert np.array_equal(model.embed_tokens.weight, tensors[large].astype(dtype))
+        assert np.array_equal(model.layers[0].mlp.up_proj.weight, tensors[small].astype(dtype))
+    assert same(zoo.load(folder, quantize="int8"), eqx.filter_jit(quantize)(plain, "int8"))
 
 
 @pytest.mark.thorough

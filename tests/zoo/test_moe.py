@@ -25,7 +25,7 @@ from zoo.lora import LoRAExpertLinear
 from zoo.mesh import make_mesh
 from zoo.models import mixtral
 from zoo.nn import moe, routing
-from zoo.nn.layers import AbstractExpertLinear, ExpertLinear
+from zoo.nn.layers import AbstractExpertLinear, ExpertLinear, biased
 from zoo.quantized import QuantizedExpertLinear, quantize
 
 
@@ -137,6 +137,31 @@ def test_no_token_is_dropped(mixture, monkeypatch):
             ours = split(chosen, experts, x, weights)
         for a, b in zip(*map(jax.tree.leaves, (ours, want)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("pairs", [128, 130])
+def test_few_pairs_take_one_round(mixture, pairs):
+    """Where each device has up to 128 pairs, all fit into the first round; beyond, one expert's take a further one."""
+    experts, random = mixture[0][0], np.random.RandomState(4)
+    shape = (8, pairs // 2)
+    x, weights = (random.normal(size=(*shape, size)).astype(np.float32) for size in (8, 2))
+    chosen = np.zeros((*shape, 2), np.int32)
+    outputs = lambda *given: moe.dispatch(given[0], *given[1:], lambda experts: experts.down)
+    want = jax.jit(outputs)(experts, x, chosen, weights)
+    with jax.set_mesh(make_mesh("expert=4,fsdp=2")):
+        ours = jax.jit(outputs)(experts, x, chosen, weights)
+    np.testing.assert_allclose(ours, want, rtol=0, atol=2 * (8 + WIDTH) * np.finfo(np.float32).eps * np.abs(want).max())
+
+
+def test_a_bias_of_few_and_of_many_rows():
+    """Up to 256 rows find their experts by comparisons, more by repeating; an expert may have no row."""
+    random = np.random.RandomState(0)
+    bias = random.normal(size=(5, 3)).astype(np.float32)
+    for rows in (256, 257):
+        sizes = np.array([100, 0, 56, rows - 157, 1])
+        y = random.normal(size=(rows, 3)).astype(np.float32)
+        want = y + np.repeat(bias, sizes, axis=0)
+        np.testing.assert_array_equal(biased(jnp.asarray(y), jnp.asarray(bias), jnp.asarray(sizes)), want)
 
 
 def test_rounds_of_an_exchange(monkeypatch):

@@ -9,6 +9,8 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -312,7 +314,10 @@ def _is_stack(node: Any) -> bool:
 
 def _view(a: Array, n: int) -> Array:
     """Returns `a[n]` of an array of a CPU, which shares its memory where that is aligned."""
-    return jax.device_put(np.asarray(a)[n], a.sharding)
+    place = a.sharding
+    if isinstance(place, NamedSharding):
+        place = place.update(spec=P())  # a layer lacks the stack's first axis, and one device splits nothing
+    return jax.device_put(np.asarray(a)[n], place)
 
 
 _compiled = eqx.filter_jit(Stack._run)
