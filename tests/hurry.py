@@ -20,6 +20,7 @@ if HURRY:
 if OLD and CPU.exists() and "avx512f" not in CPU.read_text():
     # Without YNNPACK: one of its transposes ends the delta rule over `context` with a segmentation fault there.
     FLAGS += " --xla_cpu_experimental_ynn_fusion_type="
+FLAGS = f"{FLAGS} {os.environ.get('TESTS_XLA_FLAGS', '')}".strip()  # tests/margins.py sets some
 
 
 def environment(*, devices: int = 1) -> dict[str, str]:
