@@ -5,10 +5,10 @@
     python -m tests.margins --only avx2 --each 3         # one environment, with three of the seeds
     python -m tests.margins --python /path/to/python     # and another interpreter, with another jax
 
-It runs the tests with other seeds, and as other CPUs compute: ENVIRONMENTS. All 20 seeds in each would take days, so the
-environments share them, and each seed runs once unless --each says how many an environment gets. In such a run
-`close` and `as_exact` keep each error as a fraction of its bound, and fail no test. Other failures, such as another
-text, are ignored; comparisons that are then never reached are counted.
+It runs the tests with other seeds, and as other CPUs compute: ENVIRONMENTS. All 20 seeds in each would take days, so
+the environments share them: each seed runs once, unless --each says how many seeds an environment gets. In such a
+run `close` and `as_exact` keep each error as a fraction of its bound, and fail no test. Other failures, such as
+another text, are ignored; comparisons that are then never reached are counted.
 
 It prints a table, and exits with 1 if an error is more than a quarter of its bound (QUARTER), which another CPU
 might exceed. Such a bound counts too few roundings, or its `size` is not that of the operands; or the code is wrong.
@@ -184,33 +184,25 @@ def rows(files: Iterable[str], margins: Iterable[Margin]) -> list[Row]:
     return made
 
 
-def table(rows: Iterable[Row], tight: Mapping[tuple[str, int], Margin], failed: Mapping[str, int]) -> str:
-    """Returns Markdown: a row for each file, the lines that are tight, and the tests that failed otherwise."""
-    out = [
-        "| file | comparisons | lines | never reached | largest error / bound | where | test |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def table(rows: Iterable[Row], tight: Iterable[Margin], failed: Mapping[str, int]) -> str:
+    """Returns Markdown: a row for each file, the comparisons that are tight, and the tests that failed otherwise."""
+    out = ["| file | comparisons | lines | never reached | largest error / bound | where | test |", "|" + "---|" * 7]
     for row in sorted(rows, key=lambda row: -row.worst.ratio if row.worst else 0):
-        worst = (
-            f"{row.worst.ratio:.3f}",
-            row.worst.where,
-            f"line {row.worst.line}, {row.worst.test.split('::', 1)[-1]}",
-        )
-        out.append(
-            f"| {' | '.join(map(str, (row.file, row.compared, row.places, row.missed, *(worst if row.worst else ('', '', '')))))} |"
-        )
-    if tight:
+        cells = [row.file, row.compared, row.places, row.missed]
+        if row.worst:
+            cells += [f"{row.worst.ratio:.3f}", row.worst.where, f"line {row.worst.line}, {_name(row.worst.test)}"]
+        out.append("| " + " | ".join(map(str, cells)) + " |")
+    if tight := sorted(tight, key=lambda margin: -margin.ratio):
         out += ["", f"Above {QUARTER} of their bounds:", ""]
-        for (file, line), margin in sorted(tight.items(), key=lambda item: -item[1].ratio):
-            out.append(f"- {file}:{line}: {margin.ratio:.3f} in {margin.test.split('::', 1)[-1]} ({margin.where})")
+        out += [f"- {m.file}:{m.line}: {m.ratio:.3f} in {_name(m.test)} ({m.where})" for m in tight]
     if failed:
-        out += [
-            "",
-            "Failed in another way, in so many runs:",
-            "",
-            *(f"- {test}: {n}" for test, n in sorted(failed.items())),
-        ]
+        out += ["", "Failed in another way, in so many runs:", ""]
+        out += [f"- {test}: {runs}" for test, runs in sorted(failed.items())]
     return "\n".join(out) + "\n"
+
+
+def _name(test: str) -> str:
+    return test.split("::", 1)[-1]
 
 
 def main() -> int:
@@ -230,11 +222,8 @@ def main() -> int:
         print(f"{name}, seed {seed}: {len(found)} comparisons, {len(failures)} other failures", flush=True)
         margins += found
         failed.update(failures)
-    tight = {}
-    for margin in margins:
-        place = margin.file, margin.line
-        if margin.ratio > QUARTER and margin.ratio > (tight[place].ratio if place in tight else 0):
-            tight[place] = margin
+    worst = {(margin.file, margin.line): margin for margin in sorted(margins, key=lambda margin: margin.ratio)}
+    tight = [margin for margin in worst.values() if margin.ratio > QUARTER]
     text = table(rows({file.split("::")[0] for file in files}, margins), tight, failed)
     print(text)
     if options.out:
