@@ -38,7 +38,7 @@ if hurry.HURRY:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-PLUGINS = ("tests.groups", "tests.affected", "tests.flaky")  # each of these imports those before it, and zoo
+PLUGINS = ("tests.groups", "tests.affected", "tests.flaky", "tests.margins")  # they import zoo, and those before them
 
 
 def pytest_addoption(parser, pluginmanager):

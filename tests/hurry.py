@@ -14,6 +14,7 @@ if HURRY:
     FLAGS = "--xla_cpu_parallel_codegen_split_count=1"  # one LLVM module a program, not 32
     if importlib.metadata.version("jaxlib") < "0.11":
         FLAGS += " --xla_cpu_use_fusion_emitters=false"  # these take longer than LLVM; newer versions have no choice
+FLAGS = f"{FLAGS} {os.environ.get('TESTS_XLA_FLAGS', '')}".strip()  # tests/margins.py sets some
 
 
 def environment(*, devices: int = 1) -> dict[str, str]:

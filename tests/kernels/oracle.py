@@ -15,6 +15,9 @@ from kernels.tokens import Tokens
 
 
 SCALE = 0.3
+# Roundings in sums over 150 tokens, and over 16 features whose sum, a logit of up to about 25, is an exponent; in
+# gradients there are as many again.
+TERMS = 2 * (150 + 16 * 25)
 QUICK = {"xla_backend_optimization_level": 0}  # compiling takes nearly all of these tests' time; this halves it
 
 

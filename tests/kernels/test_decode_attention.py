@@ -12,7 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import kernels
 from kernels import Causal, Chunk, Stacked, Tokens, sliding
-from tests.kernels.oracle import QUICK, SCALE, arrays, oracle
+from tests.close import close
+from tests.kernels.oracle import QUICK, SCALE, TERMS, arrays, oracle
 
 
 SINKS = np.array([1.0, -2.0, 5.0, -np.inf], np.float32)
@@ -62,7 +63,7 @@ def test_decode_of_a_ragged_cache(case, implementation):
     k[later] = np.nan
     v[later] = np.inf
     out = np.asarray(decode(q, k, v, positions))
-    assert np.linalg.norm(out - expected) < 1e-5 * np.linalg.norm(expected)
+    close(out, expected, terms=TERMS)
     assert not out[0, :-1][positions[0, :-1] < 0].any()
     (k if width else v)[1, 67] = np.nan  # only the last query sees this slot
     spoilt = np.asarray(decode(q, k, v, positions))
@@ -151,7 +152,7 @@ def test_decode_of_pages(case, implementation, eight_bits):
         np.asarray(decode(q, layer(k, parts, t), None if width else layer(v, v.shape[3:], t), positions))
         for t in (None, table)
     )
-    assert np.linalg.norm(got - expected) < 1e-6 * np.linalg.norm(expected)
+    close(got, expected, terms=TERMS)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_decode_of_a_cache_in_8_bits(case, implementation):
     for _, scale in stores.values():
         scale[np.arange(shapes["kv_seq"])[None] > positions[:, -1:]] = np.nan
     out = np.asarray(decode(q, stores, positions))
-    assert np.linalg.norm(out - expected) < 1e-5 * np.linalg.norm(expected)
+    close(out, expected, terms=TERMS)
     for name in ("k",) if width else ("k", "v"):
         _, scale = stores[name]
         kept, scale[1, 67, 0, -1] = scale[1, 67, 0, -1], np.nan
@@ -230,7 +231,7 @@ def test_gradients_are_the_references():
     assert expected[1][1, :, :121].all() and not expected[1][[0, 2]].any() and expected[3][:3].all()
     for implementation in ("xla", "triton", "tpu", "tpu_heads"):
         for actual, of_reference in zip(gradients(implementation, *given), expected, strict=True):
-            np.testing.assert_allclose(actual, of_reference, rtol=1e-6, atol=1e-6)
+            close(actual, of_reference, terms=TERMS)
 
 
 def on_a_tpu(name, kv_heads, dim, v_dim, dtype, slots=128):
@@ -330,4 +331,4 @@ def test_over_a_mesh(kv_heads):
 
     expected = np.asarray(decode(q, k, v))
     with jax.set_mesh(jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
-        np.testing.assert_allclose(decode(q, k, v), expected, rtol=1e-5, atol=1e-6)
+        close(decode(q, k, v), expected, terms=TERMS)

@@ -19,6 +19,7 @@ from kernels.quantized_matmul import xla
 from kernels.quantized_matmul.quantize import LARGEST, dequantize, quantize
 from kernels.quantized_matmul.shared import SAVED, Formula
 from kernels.stacked import Stacked
+from tests.close import as_exact, close
 
 
 IMPLEMENTATIONS = ["reference", "xla", "tpu", "triton"]
@@ -93,12 +94,6 @@ def _run(implementation, dtype, options, x, w, d_out, scale):
     return out, *gradient(d_out)
 
 
-def errors(actual, expected):
-    """Returns the relative errors, in the Frobenius norm, of the output and of each gradient."""
-    relative = lambda x, true: np.linalg.norm(np.asarray(x, np.float64) - true) / np.linalg.norm(true)
-    return list(map(relative, actual, expected))
-
-
 # Pairwise: any two values of any two options occur together.
 CASES = [
     # dtype, granularity, activations, gradients
@@ -126,7 +121,7 @@ def test_float32_equals_the_oracle(implementation, dtype, granularity, activatio
     options = dict(granularity=granularity, activations=activations, gradients=gradients)
     given = arrays(**MX_SIDES if granularity == "mx" else {})
     actual = run(implementation, dtype, *given, **options)
-    assert np.max(errors(actual, oracle(*given, dtype, **options))) < 1e-5
+    close(actual, oracle(*given, dtype, **options), terms=400)
 
 
 @pytest.mark.parametrize("rows", [(3, 50), (1,)])
@@ -152,7 +147,7 @@ def test_blackwell_multiplies_mxfp8_itself(monkeypatch, rows):
     product = functools.partial(xla.quantized_matmul.__wrapped__, formula=Formula(FP8, **options))
     step = lambda x, w, d_out: (lambda out, gradient: (out, *gradient(d_out)))(*jax.vjp(product, x, w, None))
     actual = jax.device_get(jax.jit(step, compiler_options=QUICK)(x, w, d_out))[:3]
-    assert np.max(errors(actual, oracle(*given, FP8, **options))) < 1e-5
+    close(actual, oracle(*given, FP8, **options), terms=400)
     tokens, padded = np.prod(rows), -(-np.prod(rows) // 32) * 32
     shape = lambda *sides: (1, *sides)
     assert called == [
@@ -186,7 +181,7 @@ def test_triton_on_a_mesh_that_splits_tokens(dtype, gradients, axes):
             (on_others,) = kernels.explain(product, x, w)
     assert choice.implementation == "triton" and on_others.implementation == "xla"
     assert on_others.others["triton"].startswith("on a mesh each device must have its own tokens")
-    assert np.max(errors(actual, oracle(*given, dtype, **options))) < 1e-5
+    close(actual, oracle(*given, dtype, **options), terms=400)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this jax has scaled_matmul for GPUs alone")
@@ -198,15 +193,15 @@ def test_mxfp8_on_a_mesh(monkeypatch, rows):
     given = arrays(rows=rows, **MX_SIDES)
     product = lambda x, w: kernels.fp8_matmul(x, w, implementation="xla", **options)
     _, actual = on_a_mesh(product, *given, fsdp=4)
-    assert np.max(errors(actual, oracle(*given, FP8, **options))) < 1e-5
+    close(actual, oracle(*given, FP8, **options), terms=400)
 
 
 @functools.cache
-def errors_in_bfloat16(implementation, dtype, **options):
+def in_bfloat16(implementation, dtype, **options):
     given = arrays(rows=(40,), ins=384, dtype=jnp.bfloat16)
     actual = run(implementation, dtype, *given, **options)
     assert {a.dtype for a in actual} == {jnp.dtype(jnp.bfloat16)}
-    return errors(actual, oracle(*given, dtype, **options))
+    return actual, oracle(*given, dtype, **options)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +213,9 @@ def errors_in_bfloat16(implementation, dtype, **options):
 )
 def test_bfloat16_is_as_exact_as_the_reference(implementation, dtype, activations, gradients):
     options = dict(granularity="block", activations=activations, gradients=gradients)
-    out, *gradients = errors_in_bfloat16(implementation, dtype, **options)
-    theirs = errors_in_bfloat16("reference", dtype, **options)
-    assert out < 4e-3 and np.max(gradients) < 1e-2
-    assert all(a < 1.5 * b for a, b in zip([out, *gradients], theirs, strict=True))
+    ours, exact = in_bfloat16(implementation, dtype, **options)
+    theirs, _ = in_bfloat16("reference", dtype, **options)
+    as_exact(ours, theirs, exact)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +248,7 @@ def test_a_matrix_that_is_quantised_already(implementation, dtype, granularity):
     if stacked:
         values = Stacked(np.stack([np.full_like(values, 100), values, np.full_like(values, 100)]), jnp.int32(1))
     actual = run(implementation, dtype, x, values, d_out, scale)
-    assert np.max(errors(actual, (np.float64(x) @ stands_for.T, np.float64(d_out) @ stands_for))) < 1e-5
+    close(actual, (np.float64(x) @ stands_for.T, np.float64(d_out) @ stands_for), terms=400)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -265,7 +259,7 @@ def test_quantised_gradients_of_a_matrix_that_is_quantised_already(implementatio
     options = dict(activations=True, gradients="quantized")
     actual = run(implementation, jnp.int8, x, values, d_out, scales[:, 0], **options)
     expected = oracle(x, stands_for.astype(np.float32), d_out, jnp.int8, "channel", **options)
-    assert np.max(errors(actual, expected)) < 1e-5
+    close(actual, expected, terms=400)
 
 
 def put(x, value, *index):
@@ -305,7 +299,7 @@ def test_zeros(implementation):
 def test_long_sums_of_int8_do_not_overflow(implementation):
     """The sum 127 * 127 * 140,000 exceeds an int32, and the result is still right."""
     out = kernels.int8_matmul(jnp.ones((1, 140_000)), jnp.ones((2, 140_000)), activations=True)
-    np.testing.assert_allclose(out, 140_000, rtol=1e-5)
+    close(out, 140_000, terms=100)
     for other in ("tpu", "triton"):
         with pytest.raises(
             ValueError, match=rf"'{other}'\): it sums up int8 in int32, which 140000 terms may overflow"
@@ -336,7 +330,7 @@ def test_scales_of_whole_tensors_go_into_the_product(monkeypatch):
     products = [e for e in jax.make_jaxpr(step)(*given).eqns if e.primitive.name == "dot_general"]
     assert [side.aval.dtype for product in products for side in product.invars] == 6 * [jnp.bfloat16]
     actual = jax.device_get(jax.jit(step, compiler_options=QUICK)(*given))[:3]
-    assert np.max(errors(actual, oracle(*given, FP8, **options))) < 1e-2
+    close(actual, oracle(*given, FP8, **options), terms=4, dtype=jnp.bfloat16)
 
 
 @functools.cache
@@ -378,7 +372,7 @@ def test_float64_stays_float64():
         out, dx, _ = run(None, jnp.int8, x, w, d_out)
         stands_for = np.asarray(jax.jit(lambda w: dequantize(quantize(w, jnp.int8, "channel")))(w))
         assert stands_for.dtype == np.float64
-        assert np.max(errors((out, dx), (x @ stands_for.T, d_out @ stands_for))) < 1e-14
+        close((out, dx), (x @ stands_for.T, d_out @ stands_for), terms=400, dtype=np.float64)
         with pytest.raises(ValueError, match=r"'xla'\): it computes in float32, and x is float64"):
             run("xla", jnp.int8, x, w, d_out)
 

@@ -8,6 +8,7 @@ import pytest
 
 import kernels
 from kernels import Stacked
+from tests.close import close
 from zoo.nn.layers import Linear, project
 
 
@@ -36,9 +37,9 @@ def test_layers_of_stacks(implementation):
     wide = lambda a: np.asarray(a, np.float64)
     for y, stack in zip(ys, stacks, strict=True):
         want = wide(x) @ wide(stack[1]).T
-        assert np.all(np.abs(wide(y) - want) <= 2**-8 * np.abs(want) + 1e-5)
+        close(y, want, terms=3)
     want = sum(wide(d) @ wide(stack[1]) for d, stack in zip(d_outs, stacks, strict=True))
-    assert np.abs(wide(dx) - want).max() < 2**-7 * np.abs(want).max()
+    close(dx, want, terms=4)
     assert not any(np.any(d[0]) for d in d_stacks) and all(np.all(d[1]) for d in d_stacks)
 
 
@@ -64,9 +65,9 @@ def test_products_by_head(to_latent, implementation):
     w = wide(stack[1]).reshape(heads, 90, latent)[:, first : first + size]
     read = wide(x)[..., : size if to_latent else latent]
     want = np.einsum("bshn,hnr->bshr" if to_latent else "bshr,hvr->bshv", read, w)
-    assert np.all(np.abs(wide(y) - want) <= 2**-8 * np.abs(want) + 1e-5)
+    close(y, want, terms=3 if y.dtype == jnp.bfloat16 else latent)
     want = np.einsum("bshr,hnr->bshn" if to_latent else "bshv,hvr->bshr", wide(d_out), w)
-    assert np.abs(wide(dx)[..., : want.shape[-1]] - want).max() < 2**-7 * np.abs(want).max()
+    close(dx[..., : want.shape[-1]], want, terms=4 if dx.dtype == jnp.bfloat16 else latent)
     assert not np.any(dx[..., want.shape[-1] :]) and not np.any(d_stack[0]) and np.any(d_stack[1])
 
 
@@ -98,13 +99,14 @@ def test_gated_products(sizes, implementation):
     product = lambda w: np.einsum("ri,roi->ro" if sizes else "...i,oi->...o", rows, wide(w[1])[of_row])
     g, u = product(gate), product(up)
     want = g / (1 + np.exp(-g)) * u
-    assert np.all(np.abs(wide(y)[: len(want)] - want) <= 2**-6.5 * np.abs(want) + 1e-3) and not np.any(y[len(want) :])
+    close(y[: len(want)], want, terms=8)
+    assert not np.any(y[len(want) :])
     sigmoid = 1 / (1 + np.exp(-g))
     d = wide(d_out)[: len(want)]
     d_g, d_u = d * u * sigmoid * (1 + g * (1 - sigmoid)), d * g * sigmoid
     back = lambda d, w: np.einsum("ro,roi->ri" if sizes else "...o,oi->...i", d, wide(w[1])[of_row])
     want = back(d_g, gate) + back(d_u, up)
-    assert np.abs(wide(dx)[: len(want)] - want).max() < 2**-6 * np.abs(want).max()
+    close(dx[: len(want)], want, terms=8)
     assert all(not np.any(d[0]) and np.any(d[1]) for d in d_stacks)
 
 
@@ -125,7 +127,7 @@ def test_a_layer_projects_by_it():
         assert calls(*linears[:2]) == [("products", "triton")] and calls(*linears) == []
         found = jax.jit(lambda x, linears: project(x, *linears))(x, linears[:2])
     for y, linear in zip(found, linears[:2], strict=True):
-        np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(linear(x), np.float32), rtol=2**-7)
+        close(y, linear(x), terms=4)
     assert all(jnp.array_equal(y, linear(x)) for y, linear in zip(project(x, *linears), linears, strict=True))
 
 

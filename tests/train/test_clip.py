@@ -16,8 +16,9 @@ import pytest
 import zoo
 from kernels import Tokens
 from kernels.attention import logits
+from tests.close import close
 from tests.zoo import tiny
-from tests.zoo.programs import thorough
+from tests.zoo.programs import MODEL, thorough
 from train.state.mesh import put_batch
 from train.state.optim import make_schedule
 from train.state.state import init_state, split_frozen
@@ -75,7 +76,7 @@ def test_a_factor_of_each_head(load, name):
         return found[0]
 
     before, after = map(np.asarray, (largest(attention), largest(scaled(attention, factor))))
-    np.testing.assert_allclose(after, before * np.asarray(factor), rtol=1e-5, atol=1e-5)
+    close(after, before * np.asarray(factor), terms=100)
     assert (after[:, :, ::2] == before[:, :, ::2]).all()
     values = eqx.filter_jit(lambda attention: attention(x[:, :1], None, Tokens())[0])  # of one key, whatever its logit
     np.testing.assert_array_equal(values(scaled(attention, factor)), values(attention))
@@ -117,12 +118,12 @@ def test_a_step(stepped, batch, name):
     before, after = map(np.asarray, (largest(model), largest(state.model)))
     over = np.array([False, True, False, True])
     assert (before > THRESHOLD).tolist() == over.tolist()
-    np.testing.assert_allclose(metrics["attention_logit"], before.max(), rtol=1e-5)
-    np.testing.assert_allclose(after[over], THRESHOLD, rtol=1e-5)
+    close(metrics["attention_logit"], before.max(), terms=MODEL)
+    close(after[over], THRESHOLD, terms=MODEL)
     np.testing.assert_array_equal(after[~over], before[~over])
 
     def check(old, new, expected):
-        np.testing.assert_allclose(new, expected, rtol=1e-5)
+        close(new, expected, terms=MODEL)
         np.testing.assert_array_equal(new[expected == old], old[expected == old])
 
     expected = enlarged(model, 2, jnp.where(over, THRESHOLD / before, 1.0))
@@ -141,7 +142,7 @@ def test_in_microbatches_on_a_mesh(stepped, batch, text):
         state = init_state(jax.device_put(model, shardings(model, family_of(model).partition_rules, mesh)), STILL)
         step = jit_train_step(state, Recipe(**OPTIONS, qk_clip=THRESHOLD, microbatches=2, remat=jax.checkpoint))
         parts = step(state, put_batch(batch, mesh))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), parts, tuple(alone))
+    close(parts, tuple(alone), terms=2 * MODEL)
 
 
 def test_refusals(load):

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.close import close
 from tests.train.batching import batches
 from tests.train.conftest import command, devices
+from tests.zoo.programs import MODEL
 from train import embed, mine
 from train.data import groups
 from train.data.groups import Group
@@ -50,12 +52,12 @@ def test_the_loss():
     scores = VECTORS[:, 0] @ VECTORS[:, 1:].reshape(12, 8).T
     logits = scores / 0.1
     own = logits[np.arange(6), np.arange(6) * 2]
-    np.testing.assert_allclose(losses, np.log(np.exp(logits).sum(axis=1)) - own, rtol=1e-5)
+    close(losses, np.log(np.exp(logits).sum(axis=1)) - own, terms=30, size=10)
     assert better.tolist() == (logits > own[:, None]).sum(axis=1).tolist()
     both, _ = embed.compared(jnp.asarray(VECTORS), jnp.asarray(NUMBERS), options(symmetric=True))
     back = (VECTORS[:, 1] @ VECTORS[:, 0].T) / 0.1
     want = (np.asarray(losses) + np.log(np.exp(back).sum(axis=1)) - np.diag(back)) / 2
-    np.testing.assert_allclose(both, want, rtol=1e-5)
+    close(both, want, terms=30, size=10)
 
 
 def test_what_is_not_counted():
@@ -70,19 +72,19 @@ def test_what_is_not_counted():
     numbers[2, 1] = numbers[0, 1]  # equal positives
     counted = np.ones((6, 12), bool)
     counted[0, 4] = counted[2, 0] = False
-    np.testing.assert_allclose(compared(numbers), nll(counted), rtol=1e-5)
+    close(compared(numbers), nll(counted), terms=30, size=10)
     numbers = NUMBERS.copy()
     numbers[3, 0] = numbers[1, 0]  # equal anchors
     counted = np.ones((6, 12), bool)
     counted[1, 6] = counted[3, 2] = False  # but not the other's negative
-    np.testing.assert_allclose(compared(numbers), nll(counted), rtol=1e-5)
+    close(compared(numbers), nll(counted), terms=30, size=10)
     numbers = NUMBERS.copy()
     numbers[5] = -1
     counted = np.ones((6, 12), bool)
     counted[:, 10:] = False
-    np.testing.assert_allclose(compared(numbers)[:5], nll(counted)[:5], rtol=1e-5)
+    close(compared(numbers)[:5], nll(counted)[:5], terms=30, size=10)
     counted = logits <= own[:, None] + 0.5
-    np.testing.assert_allclose(compared(NUMBERS, margin=0.05), nll(counted), rtol=1e-5)
+    close(compared(NUMBERS, margin=0.05), nll(counted), terms=30, size=10)
 
 
 @pytest.mark.live
@@ -98,9 +100,9 @@ def test_the_loss_equals_sentence_transformers(symmetric):
     o, numbers = options(symmetric=symmetric, negatives=len(vectors) - 2), jnp.asarray(NUMBERS[:, : len(vectors)])
     value = lambda v: jnp.mean(embed.compared(normalized(v), numbers, o)[0])
     found, gradient = jax.value_and_grad(value)(jnp.asarray(VECTORS[:, : len(vectors)]))
-    np.testing.assert_allclose(found, want.item(), rtol=1e-5)
+    close(found, want.item(), terms=50, size=10)
     for n, vector in enumerate(vectors):
-        np.testing.assert_allclose(gradient[:, n], vector.grad, atol=1e-5)
+        close(gradient[:, n], vector.grad, terms=200)
 
 
 @pytest.mark.live
@@ -125,9 +127,9 @@ def test_losses_of_scores_equal_sentence_transformers():
             return embed.of_groups(Texts(v, jnp.asarray(NUMBERS[:, : 1 + candidates]), labels), o)[0] / 6
 
         found, gradient = jax.value_and_grad(value)(jnp.asarray(VECTORS[:, : 1 + candidates] * 2))
-        np.testing.assert_allclose(found, want.item(), rtol=1e-5, err_msg=name)
+        close({name: found}, {name: want.item()}, terms=50, size=10)
         for n, vector in enumerate(vectors):
-            np.testing.assert_allclose(gradient[:, n], vector.grad, atol=1e-5, err_msg=name)
+            close({name: gradient[:, n]}, {name: vector.grad}, terms=200)
 
 
 def test_losses_of_scores():
@@ -140,7 +142,7 @@ def test_losses_of_scores():
     texts = Texts(jnp.asarray(VECTORS[:, :2]), jnp.asarray(numbers), labels)
     found, _ = embed.of_groups(texts, options(loss="cosent", negatives=0))
     wrong = [np.exp((cosines[j] - cosines[i]) / 0.1) for i in range(5) for j in range(5) if scores[i] > scores[j]]
-    np.testing.assert_allclose(found, 5 * np.log(1 + sum(wrong)), rtol=1e-5)
+    close(found, 5 * np.log(1 + sum(wrong)), terms=50, size=10)
 
 
 def test_metrics():
@@ -158,11 +160,11 @@ def test_metrics():
     assert retrieval.ranks(vectors, numbers).tolist() == want
     texts = Texts(*map(jnp.asarray, (vectors, numbers, np.zeros((6, 3), np.float32))))
     found = retrieval.metrics(texts, loss="contrastive")
-    assert found["recall@1"] == pytest.approx(np.mean(np.array(want) == 1))
-    assert found["mrr"] == pytest.approx(np.mean(1 / np.array(want)))
+    close(found["recall@1"], np.mean(np.array(want) == 1), terms=10)
+    close(found["mrr"], np.mean(1 / np.array(want)), terms=10)
     stats = pytest.importorskip("scipy.stats")
     a, b = (RANDOM.randint(0, n, 20).astype(np.float32) for n in (5, 9))
-    assert retrieval.spearman(a, b) == pytest.approx(stats.spearmanr(a, b).statistic)
+    close(retrieval.spearman(a, b), stats.spearmanr(a, b).statistic, terms=50)
 
 
 def rows_of(base, words, count, seq_len):
@@ -194,11 +196,11 @@ def test_packing_and_parts_change_nothing(base, words, model):
     assert count == 8
     for batch, parts in ((spread, 1), (packed, 4)):
         (total, (_, others)), other = value(embedder, batch, parts)
-        np.testing.assert_allclose(total, whole, rtol=1e-4)
+        close(total, whole, terms=MODEL)
         for name, number in sums.items():
-            np.testing.assert_allclose(others[name], number, rtol=1e-4, err_msg=name)
+            close({name: others[name]}, {name: number}, terms=MODEL)
         for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(gradient), strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
+            close(a, b, terms=2 * MODEL)
     records, _ = open_records(words, 0.0)
     texts = [groups.group(records[n]) for n in range(8)]
     tokenizer = zoo.tokenizer(base / "model")
@@ -208,7 +210,7 @@ def test_packing_and_parts_change_nothing(base, words, model):
     o, halves = options(), vectors[..., :16]
     halves = halves / jnp.linalg.norm(halves, axis=-1, keepdims=True)
     want = sum(float(jnp.sum(embed.compared(v, jnp.asarray(numbers), o)[0])) for v in (halves, vectors)) / 2
-    np.testing.assert_allclose(whole, want, rtol=1e-4)
+    close(whole, want, terms=MODEL)
 
 
 def arguments(base, words, out, *more):
@@ -261,7 +263,7 @@ def test_adapters_and_meshes(base, words, tmp_path, monkeypatch):
         command(*arguments(base, words, tmp_path / name, "--lora.rank", 4, *more))
         found[name] = [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in line]
     for name in runs:
-        np.testing.assert_allclose(found[name], found["one"], rtol=1e-3, err_msg=name)
+        close({name: found[name]}, {name: found["one"]}, terms=len(found[name]) * MODEL)
     config = json.loads((tmp_path / "one" / "adapter" / "adapter_config.json").read_text())
     assert config["task_type"] == "FEATURE_EXTRACTION"
     assert zoo.peft.load(zoo.load(base / "model", head="embedding"), tmp_path / "one" / "adapter").head is not None
@@ -352,4 +354,4 @@ def test_info_nce_leaves_out_what_is_not_counted():
     scores = jnp.asarray([[1.0, 2.0, 3.0]])
     own, counted = jnp.asarray([[True, False, False]]), jnp.asarray([[False, True, False]])
     found = loss.info_nce(scores, own, counted, temperature=0.5)
-    np.testing.assert_allclose(found, np.log(np.exp(2) + np.exp(4)) - 2, rtol=1e-6)
+    close(found, np.log(np.exp(2) + np.exp(4)) - 2, terms=10)

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.close import close
 from tests.train.test_distill import batch, logits  # noqa: F401 (a fixture)
 from tests.train.test_dpo import pairs, rows_of  # noqa: F401 (a fixture)
 from tests.zoo import tiny
+from tests.zoo.programs import MODEL
 from train import distill, dpo
 from zoo.quantized import quantize_training
 
@@ -43,7 +45,7 @@ def test_preferences_packed_or_not(base, pairs, model, other):  # noqa: F811
     _, counts, sums, _ = zip(*(objective(model, rows, other) for rows in (packed, spread)), strict=True)
     assert counts[0] == counts[1] == 4 and abs(sums[0]["margin"]) > 1e-3
     for name, value in sums[0].items():
-        np.testing.assert_allclose(value, sums[1][name], rtol=1e-4, err_msg=name)
+        close({name: value}, {name: sums[1][name]}, terms=MODEL)
 
 
 @pytest.mark.thorough
@@ -60,7 +62,7 @@ def test_a_hybrid_teaches_a_hybrid(model, other, batch):  # noqa: F811
 
     got, expected = both(model, other, batch)
     assert expected > 1e-2
-    np.testing.assert_allclose(got, expected, rtol=1e-4)
+    close(got, expected, terms=MODEL)
 
 
 @pytest.mark.thorough

@@ -15,9 +15,11 @@ import types
 import pytest
 
 import train
+from tests.close import close
 from tests.reliability import nightly, trials
 from tests.train import storm
 from tests.train.conftest import command
+from tests.zoo.programs import MODEL
 from train import launch
 from train.base import cluster, preemption
 from train.base.command import command as command_of_script
@@ -292,7 +294,7 @@ def test_a_lost_process_changes_no_step(tmp_path):
     calm = storm.losses(tmp_path / "calm")
     found = storm.storm(tmp_path, kills=1, steps=5, rest=1000.0, calm=calm)
     assert found["kills"] == 1 and found["sizes"] == [2, 1]
-    assert found["largest"] < 1e-5
+    close(found["largest"], 0, terms=2 * MODEL, size=1)  # of the relative differences of losses
 
 
 @nightly
@@ -312,7 +314,8 @@ def test_processes_that_are_lost_and_found(tmp_path, record_property):
     kills = trials(1, 5, 100)
     found = storm.storm(tmp_path, kills=kills, steps=12 * kills + 10)
     record_property("figure", storm.told(found))
-    assert found["kills"] == kills and found["largest"] < 1e-5
+    assert found["kills"] == kills
+    close(found["largest"], 0, terms=2 * MODEL, size=1)
 
 
 @nightly

@@ -16,9 +16,10 @@ import pyarrow.parquet
 import pytest
 
 import zoo
+from tests.close import close
 from tests.train.batching import batches
 from tests.train.conftest import command, devices, documents
-from tests.zoo.programs import error, same
+from tests.zoo.programs import MODEL, same
 from tests.zoo.tiny import SEEING
 from train.data import pictures, preferences
 from train.data.packing import encode, pack, prompts_of
@@ -123,11 +124,11 @@ def test_features_of_a_batch(checkpoint, tokenizer, data):
         together = np.asarray(run(model, placed))
         parts = split(placed, 2)
         halves = np.asarray(jax.lax.map(lambda part: features(model, part)[0], parts))
-    assert error(halves.swapaxes(0, 1).reshape(together.shape), together) < 1e-5
+    close(halves.swapaxes(0, 1).reshape(together.shape), together, terms=MODEL)
     for row in range(4):
         alone = {name: jnp.asarray(array[[row]]) for name, array in batch.items()}
         used = batch["segments"][row] > 0
-        assert error(run(model, alone)[0][used], together[row][used]) < 1e-5
+        close(run(model, alone)[0][used], together[row][used], terms=MODEL)
 
 
 def test_a_row_never_holds_a_part_of_an_image(tokenizer, data):

@@ -23,9 +23,10 @@ import convert.tensors
 import train.tiny
 import zoo
 from tests import hurry
+from tests.close import close
 from tests.train import joined
 from tests.train.conftest import command, devices
-from tests.zoo.programs import noise, on_host
+from tests.zoo.programs import MODEL, noise, on_host
 from train.base import cluster
 from zoo.nn.heads import RewardHead
 from zoo.surgery import with_head
@@ -116,7 +117,7 @@ def assert_same_run(ours, theirs):
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for name in ("loss", "validation_loss", "grad_norm"):
         values = [[line[name] for line in lines if name in line] for lines in (ours, theirs)]
-        np.testing.assert_allclose(*values, rtol=1e-5, err_msg=name)
+        close(*({name: each} for each in values), terms=2 * MODEL)
     for name in ("tokens", "targets"):
         assert [line.get(name) for line in ours] == [line.get(name) for line in theirs]
 
@@ -257,7 +258,7 @@ def test_two_processes_do_what_one_does(folder, two, name, task, seen):
     assert len(ours) == len(theirs) == 3
     for number in seen:
         values = [[line[number] for line in lines if number in line] for lines in (ours, theirs)]
-        np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-6, err_msg=number)
+        close(*({number: each} for each in values), terms=3 * MODEL)
         assert values[0]
 
 

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.close import close
 from tests.train import make_golden_trl as trl
 from tests.train.batching import batches
 from tests.train.conftest import command, devices
+from tests.zoo.programs import MODEL
 from train import reward
 from train.data import preferences
 from train.data.record import Record
@@ -57,9 +59,7 @@ def rows_of(base, pairs, count, seq_len):
 def test_the_loss():
     chosen, rejected = REWARDS
     found = loss.bradley_terry(*map(jnp.asarray, (chosen, rejected, MARGINS)), centre=0.1)
-    np.testing.assert_allclose(
-        found, np.log1p(np.exp(rejected + MARGINS - chosen)) + 0.1 * (chosen + rejected) ** 2, rtol=1e-5
-    )
+    close(found, np.log1p(np.exp(rejected + MARGINS - chosen)) + 0.1 * (chosen + rejected) ** 2, terms=20)
 
 
 @pytest.mark.live
@@ -71,7 +71,7 @@ def test_the_loss_equals_trls():
     inputs = {"attention_mask": torch.ones(14, 3), "margin": torch.tensor(MARGINS, dtype=torch.float64)}
     want = trainer.compute_loss(stand_in, lambda **_: trl.Namespace(logits=logits), inputs)
     found = loss.bradley_terry(*jnp.asarray(REWARDS), jnp.asarray(MARGINS), centre=0.1)
-    np.testing.assert_allclose(jnp.mean(found), want, rtol=1e-5)
+    close(jnp.mean(found), want, terms=50)
 
 
 def test_packing_changes_nothing(base, pairs, judge):
@@ -85,7 +85,7 @@ def test_packing_changes_nothing(base, pairs, judge):
     _, counts, sums, _ = zip(*(objective(judge, batch) for batch in (packed, spread)), strict=True)
     assert counts[0] == counts[1] == 4
     for name, value in sums[0].items():
-        np.testing.assert_allclose(value, sums[1][name], rtol=1e-4, err_msg=name)
+        close({name: value}, {name: sums[1][name]}, terms=MODEL)
     tokenizer, chosen = zoo.tokenizer(base / "model"), 0.0
     records, _ = open_records(pairs, 0.0)
     for n in range(4):
@@ -94,7 +94,7 @@ def test_packing_changes_nothing(base, pairs, judge):
         padded = np.zeros((1, 16), np.int32)
         padded[0, : len(ids)] = ids
         chosen += jax.jit(lambda m, t, s: m(t, segments=s))(judge, padded, (np.arange(16)[None] < len(ids)).astype(int))
-    np.testing.assert_allclose(sums[0]["chosen_reward"], chosen[0], rtol=1e-4)
+    close(sums[0]["chosen_reward"], chosen[0], terms=MODEL)
     without = objective(judge, packed | {"margin": jnp.zeros_like(packed["margin"])})[2]
     assert sums[0]["loss"] > without["loss"] + 1 and sums[0]["margin"] == without["margin"]
 
@@ -181,7 +181,7 @@ def test_transformers_reads_the_result(base, pairs, tmp_path):
     ):
         with torch.no_grad():
             want = theirs.eval()(torch.tensor([ids])).logits[0, 0].item()
-        np.testing.assert_allclose(rewards(ours, base, fields)[0], want, atol=1e-5)
+        close(rewards(ours, base, fields)[0], want, terms=MODEL)
 
 
 def test_what_is_refused(base, pairs, tmp_path):
@@ -204,4 +204,4 @@ def test_on_a_mesh(base, pairs, tmp_path, monkeypatch):
         [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in line]
         for name in ("one", "eight")
     )
-    np.testing.assert_allclose(one, eight, rtol=1e-3)
+    close(one, eight, terms=len(one) * MODEL)

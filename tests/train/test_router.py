@@ -9,7 +9,9 @@ import optax
 import pytest
 
 import zoo
+from tests.close import close
 from tests.zoo import tiny
+from tests.zoo.programs import MODEL
 from train.state.mesh import put_batch
 from train.state.optim import adamw, make_schedule
 from train.state.state import init_state
@@ -50,10 +52,6 @@ def routed(model):
     return jit_train_step(init_state(model, SGD), Recipe(optimizer=SGD, **OPTIONS, **ROUTER))
 
 
-def assert_close(got, want, tolerance=1e-5):
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance), got, want)
-
-
 def test_the_loss_of_the_routers(model, batch, routed):
     """The loss equals the formulas, with the means over layers written out."""
 
@@ -72,8 +70,8 @@ def test_the_loss_of_the_routers(model, batch, routed):
 
     gradients, balance = jax.jit(jax.grad(loss, has_aux=True))(model)
     state, metrics = routed(init_state(model, SGD), batch)
-    assert_close(state.model, jax.tree.map(np.subtract, model, gradients))
-    assert_close(metrics["balance"], balance)
+    close(state.model, jax.tree.map(np.subtract, model, gradients), terms=2 * MODEL)
+    close(metrics["balance"], balance, terms=MODEL)
     assert metrics["balance"] > 1
 
 
@@ -93,7 +91,7 @@ def test_in_microbatches_on_a_mesh(model, batch):
         state = init_state(jax.device_put(model, shardings(model, mixtral.FAMILY.partition_rules, mesh)), sgd)
         step = jit_train_step(state, Recipe(optimizer=sgd, **OPTIONS, **ROUTER, microbatches=4))
         parts = step(state, put_batch(batch, mesh))
-    assert_close(parts, alone)
+    close(parts, alone, terms=2 * MODEL)
 
 
 @pytest.mark.thorough

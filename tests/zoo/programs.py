@@ -18,6 +18,9 @@ TOKENS = jax.device_put(tiny.TOKENS)
 POSITIONS = jax.device_put(np.broadcast_to(np.arange(TOKENS.shape[1]), TOKENS.shape))
 SEGMENTS = jax.device_put(np.ones_like(tiny.TOKENS))
 STACKS = [module.STACK for module in tiny.MODULES.values()]
+# Roundings along the longest chain of a tiny model: three layers with sums of 32, 32, 16, 40, 64, 32, 32 and 48
+# numbers, and the head. It is cut a little, to less than the 1e-4 of the largest logit that the project promises.
+MODEL = 800
 MECHANISMS = (
     "qwen3-window-head",  # windows, and layers before the scan
     "llama4-lists-new",  # chunks, a mixture in some layers

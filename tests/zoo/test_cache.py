@@ -1,6 +1,5 @@
 """Caches against a plain dictionary, decoding families against transformers, and local layers' memory by shape."""
 
-import functools
 from unittest import mock
 
 import equinox as eqx
@@ -13,8 +12,9 @@ import zoo
 from kernels import Tokens
 from kernels.backends.device import Device
 from kernels.stacked import read
+from tests.close import close
 from tests.zoo import tiny
-from tests.zoo.programs import STACKS, decode, error, init_cache
+from tests.zoo.programs import MODEL, STACKS, decode, error, init_cache
 from zoo import registry
 from zoo.config import read as read_config
 from zoo.mesh import make_mesh
@@ -283,4 +283,4 @@ def test_a_gpus_step_has_no_loop_over_layers(load, monkeypatch):
     found = {axis: in_a_loop(f"{axis}=2") for axis in ("fsdp", "context", "tensor", "replica")}
     assert found == {"fsdp": True, "context": True, "tensor": False, "replica": False}
     got, expected = (each.compile()(tokens) for each in (got, expected))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got, expected)
+    close(got, expected, terms=MODEL)

@@ -5,7 +5,8 @@ import pytest
 import tokenizers
 
 import zoo
-from tests.zoo.programs import forward
+from tests.close import close
+from tests.zoo.programs import MODEL, forward
 from tests.zoo.test_harmony import ANALYSIS, SPECIAL
 from tests.zoo.test_tokenizer import folder
 from zoo.generation.constraints import AbstractConstraint, Delayed
@@ -83,8 +84,11 @@ def test_only_allowed_tokens_are_drawn(model, draft, drafted):
         assert token == allowed[int(logits[allowed].argmax())]
         logs = logits - np.log(np.exp(logits).sum())
         assert list(greedy.likeliest[n]) == np.argsort(-logits)[:2].tolist()
-        assert np.allclose(
-            [*greedy.likeliest[n].values(), greedy.logprobs[n]], logs[[*greedy.likeliest[n], token]], atol=1e-4
+        close(
+            [*greedy.likeliest[n].values(), greedy.logprobs[n]],
+            logs[[*greedy.likeliest[n], token]],
+            terms=MODEL,
+            size=np.abs(logits).max(),
         )
         tokens.append(token)
 

@@ -11,8 +11,9 @@ import pytest
 
 import zoo
 from kernels.backends import compile_options
+from tests.close import close
 from tests.zoo import tiny
-from tests.zoo.programs import forward, noise, thorough
+from tests.zoo.programs import MODEL, forward, noise, thorough
 from zoo.generation import decoding
 from zoo.generation.complete import complete
 from zoo.generation.engine import Engine
@@ -82,7 +83,8 @@ def test_layers_apart(load, monkeypatch, name):
     (each, *_) = jax.tree.leaves(stack.apart(placed).layers.period, is_leaf=scan.is_apart)
     assert each.layers[1].sharding.mesh == mesh and np.array_equal(each.layers[1], one[1])
     for (a,), (b,) in zip(stacked, complete(model, PROMPTS, **options), strict=True):
-        assert a.tokens == b.tokens and np.allclose(a.logprobs, b.logprobs, atol=1e-5)
+        assert a.tokens == b.tokens
+        close(a.logprobs, b.logprobs, terms=MODEL)
 
 
 @pytest.mark.thorough
@@ -140,7 +142,7 @@ def test_greedy_is_the_forward_pass(load, name):
         logits = logits_after(model, prompt, completion)
         assert np.array_equal(completion.tokens, np.argmax(logits, axis=-1))
         logs = np.take_along_axis(log_softmax(logits), np.array(completion.tokens)[:, None], 1)[:, 0]
-        assert np.allclose(completion.logprobs, logs, atol=1e-4)
+        close(completion.logprobs, logs, terms=MODEL, size=np.abs(logits).max())
         assert completion.finished and completion.ended == (completion.tokens[-1] in STOPS)
         assert completion.ended or len(completion.tokens) == 14
         assert not set(completion.tokens[:-1]) & set(STOPS)
@@ -170,7 +172,7 @@ def test_each_sample_has_its_key(model, sampling):
             assert np.array_equal(completion.tokens, draw(sampling, lowered, keys))
             logs = log_softmax(logits / sampling.temperature)
             expected = np.take_along_axis(logs, np.array(completion.tokens)[:, None], 1)[:, 0]
-            assert np.allclose(completion.logprobs, expected, atol=1e-4)
+            close(completion.logprobs, expected, terms=MODEL, size=np.abs(logits).max())
         assert len({tuple(completion.tokens) for completion in group}) == 3
     engine = Engine(model, **SHAPE, stops=NEVER)
     key = jax.random.fold_in(jax.random.key(4), 2)
@@ -244,8 +246,8 @@ def test_likeliest_tokens(model, drafted, raw):
             logs, completion.likeliest, completion.tokens, completion.logprobs, strict=True
         ):
             assert list(found) == np.argsort(-row)[: len(found)].tolist()
-            assert np.allclose([*found.values(), logprob], row[[*found, token]], atol=1e-4)
-            assert found.get(token, logprob) == pytest.approx(logprob, abs=1e-6)
+            close([*found.values(), logprob], row[[*found, token]], terms=MODEL, size=np.abs(logs).max())
+            close(found.get(token, logprob), logprob, terms=100, size=1)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -353,7 +355,12 @@ def test_a_cache_is_made_anew(load):
             ids[0, :n] = text[:n]
             logits = np.asarray(whole(model, jnp.asarray(ids), jnp.asarray(at)))[0, n - 1]
             assert text[n] == logits.argmax()
-            assert abs(log_softmax(logits[None])[0, text[n]] - completion.logprobs[n - len(prompt)]) < 1e-4
+            close(
+                log_softmax(logits[None])[0, text[n]],
+                completion.logprobs[n - len(prompt)],
+                terms=MODEL,
+                size=np.abs(logits).max(),
+            )
             beyond += n > 16
     assert beyond > 20
     with pytest.raises(ValueError, match="more than 16 tokens is read anew, which a draft can't be"):

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.close import close
 from tests.zoo import tiny
+from tests.zoo.programs import MODEL
 from zoo import evaluation
 
 
@@ -41,7 +43,7 @@ def test_log_likelihoods(model, tokenizer):
         row = np.zeros((1, 32), np.int32)
         row[0, : len(before + after)] = before + after
         logps = np.asarray(forward(row))[0, len(before) - 1 : len(before + after) - 1]
-        np.testing.assert_allclose(logp, logps[np.arange(len(after)), after].sum(), atol=1e-4)
+        close(logp, logps[np.arange(len(after)), after].sum(), terms=MODEL, size=np.abs(logps).max())
         assert is_greedy == (logps.argmax(axis=-1) == after).all()
     assert found[-1][1]
 
@@ -54,7 +56,7 @@ def test_a_shared_beginning_is_read_once(load, name):
     pairs = [(ids[:9], ids[9:11]), (ids[:9], ids[3:8]), (ids[:4], ids[4:5]), (ids[:9], [7]), (ids[:4], ids[9:12])]
     found = evaluation.score(model, pairs, 4, lambda *_: None)
     alone = [evaluation.score(model, [each], 4, lambda *_: None)[0] for each in pairs]
-    np.testing.assert_allclose([logp for logp, _ in found], [logp for logp, _ in alone], atol=1e-4)
+    close([logp for logp, _ in found], [logp for logp, _ in alone], terms=MODEL)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
 
 
@@ -75,7 +77,7 @@ def test_the_results_are_those_of_transformers(model, tokenizer, monkeypatch, tm
                 assert a["resps"] == b["resps"]
                 continue
             for [(logp, greedy)], [(want, is_greedy)] in zip(a["resps"], b["resps"], strict=True):
-                np.testing.assert_allclose(logp, want, atol=1e-4)
+                close(logp, want, terms=MODEL)
                 assert greedy == is_greedy
 
 

@@ -11,8 +11,9 @@ import pytest
 
 import convert.tensors
 import zoo
+from tests.close import close
 from tests.zoo import make_golden, tiny
-from tests.zoo.programs import TOKENS, error, forward, on_host, same
+from tests.zoo.programs import MODEL, TOKENS, forward, on_host, same
 from tests.zoo.test_lora import assert_like_floats
 from zoo.config import read
 from zoo.models import gpt_oss
@@ -81,7 +82,7 @@ def test_mxfp4_stays_as_it_is_stored(checkpoint, dtype, tmp_path):
     assert experts.weight.nbytes * 2 == weight.size and experts.scale.dtype == jnp.uint8
     tokens = jnp.asarray(np.random.RandomState(0).randint(0, 64, (2, 12)))
     # In float32 only the order of sums differs; in bfloat16 these are rounded in other places, too.
-    assert error(forward(kept, tokens), forward(floats, tokens)) < (1e-6 if dtype else 2**-6)
+    close(forward(kept, tokens), forward(floats, tokens), terms=MODEL if dtype else 8)
     if dtype:
         assert_like_floats(kept, floats)
     zoo.save(on_host(kept), tmp_path)
@@ -163,7 +164,7 @@ def test_transformers_reads_the_same(checkpoint):
     ours = np.asarray(zoo.load(packed).layers.period[1].mlp.experts.gate_up_proj.weight)[0]
     np.testing.assert_array_equal(ours.astype(np.float32).swapaxes(1, 2), theirs)
     theirs = make_golden.logits(plain)
-    assert error(forward(zoo.load(packed, dtype="float32"), TOKENS), theirs) < 1e-5
+    close(forward(zoo.load(packed, dtype="float32"), TOKENS), theirs, terms=MODEL)
 
 
 def test_the_norm_rounds_once():
@@ -172,7 +173,9 @@ def test_the_norm_rounds_once():
     norm = eqx.tree_at(lambda m: m.weight, Float32RMSNorm(64, 1e-5), jnp.asarray(weight))  # not compiled as one
     x64, weight64 = (np.asarray(a, np.float64) for a in (x, weight))
     exact = x64 / np.sqrt(np.mean(x64**2) + 1e-5) * weight64
-    np.testing.assert_array_equal(norm(jnp.asarray(x)), exact.astype(BF16))
+    ours = norm(jnp.asarray(x))
+    close(ours, exact, terms=3)
+    assert np.mean(np.asarray(ours) == exact.astype(BF16)) > 0.9, "a number next to a tie may fall to its other side"
 
 
 def test_sliding_layers_cache_their_window_alone():

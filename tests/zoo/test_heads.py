@@ -18,8 +18,9 @@ import tokenizers
 
 import convert.tensors
 import zoo
+from tests.close import close
 from tests.zoo import tiny
-from tests.zoo.programs import STACKS, by_mechanism, on_host, same
+from tests.zoo.programs import MODEL, STACKS, by_mechanism, on_host, same
 from zoo import retrieval
 from zoo.nn.heads import ClassificationHead, EmbeddingHead, RewardHead, pool
 from zoo.surgery import partition_specs, with_head
@@ -154,9 +155,9 @@ def test_embeddings_are_those_of_sentence_transformers(embedders, tmp_path, kind
     for prompt in None, "query":
         want = theirs.encode(TEXTS, prompt_name=prompt)
         found = zoo.embed(ours, tokenizer, TEXTS, prompt_name=prompt, batch=3)
-        np.testing.assert_allclose(found, want, atol=1e-5)
+        close(found, want, terms=MODEL)
     want = theirs.encode(TEXTS, truncate_dim=8, normalize_embeddings=True)
-    np.testing.assert_allclose(zoo.embed(ours, tokenizer, TEXTS, width=8), want, atol=1e-5)
+    close(zoo.embed(ours, tokenizer, TEXTS, width=8), want, terms=MODEL)
     zoo.save(ours, tmp_path / "ours")
     theirs.save(str(tmp_path / "theirs"))
     again = library.SentenceTransformer(str(tmp_path / "ours"), **options)
@@ -179,7 +180,7 @@ def test_classes_are_those_of_transformers(classifier, tmp_path):
     mask = tokens != 0
     with torch.no_grad():
         want = theirs(torch.tensor(tokens), attention_mask=torch.tensor(mask)).logits.numpy()
-    np.testing.assert_allclose(ours(jnp.asarray(tokens), segments=jnp.asarray(mask, jnp.int32)), want, atol=1e-5)
+    close(ours(jnp.asarray(tokens), segments=jnp.asarray(mask, jnp.int32)), want, terms=MODEL)
     zoo.save(ours, tmp_path / "ours")
     assert files(tmp_path / "ours") == files(classifier)
     again = load(tmp_path / "ours")
@@ -206,16 +207,16 @@ def test_embeddings(embedders, kind):
     """Embeddings are sentence-transformers', whatever shares their batch; widths and prompts are as asked."""
     model, tokenizer = zoo.load(embedders[kind], head="embedding"), zoo.tokenizer(embedders[kind])
     found = zoo.embed(model, tokenizer, TEXTS)
-    np.testing.assert_allclose(found[:, :3], RECORDED[kind], atol=2e-5)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=-1), 1, atol=1e-5)
+    close(found[:, :3], RECORDED[kind], terms=MODEL, size=1)
+    close(np.linalg.norm(found, axis=-1), 1, terms=20)
     if kind == "last":
         return
-    np.testing.assert_allclose(zoo.embed(model, tokenizer, TEXTS[1]), found[1], atol=1e-5)
-    np.testing.assert_allclose(
-        zoo.embed(model, tokenizer, ["ask for x"]), zoo.embed(model, tokenizer, ["x"], prompt_name="query")
+    close(zoo.embed(model, tokenizer, TEXTS[1]), found[1], terms=MODEL)
+    close(
+        zoo.embed(model, tokenizer, ["ask for x"]), zoo.embed(model, tokenizer, ["x"], prompt_name="query"), terms=MODEL
     )
     narrow = zoo.embed(model, tokenizer, TEXTS, width=8)
-    np.testing.assert_allclose(narrow, found[:, :8] / np.linalg.norm(found[:, :8], axis=-1, keepdims=True), atol=1e-6)
+    close(narrow, found[:, :8] / np.linalg.norm(found[:, :8], axis=-1, keepdims=True), terms=40)
     assert zoo.embed(model, tokenizer, []).shape[0] == 0
     with pytest.raises(ValueError, match="has no prompt 'poem'; it has query, document"):
         zoo.embed(model, tokenizer, TEXTS, prompt_name="poem")
@@ -223,7 +224,7 @@ def test_embeddings(embedders, kind):
         zoo.embed(model, tokenizer, TEXTS, width=21)
     ranked = zoo.rank(model, tokenizer, "fox", TEXTS)
     own = zoo.embed(model, tokenizer, "fox", prompt_name="query")
-    np.testing.assert_allclose([score for _, score in ranked], sorted(found @ own, reverse=True), atol=1e-6)
+    close([score for _, score in ranked], sorted(found @ own, reverse=True), terms=40, size=1)
     assert [index for index, _ in ranked] == np.argsort(-(found @ own)).tolist()
 
 
@@ -274,7 +275,7 @@ def test_every_family_classifies_as_transformers_does(load, tmp_path, name):
     with torch.no_grad():
         want = theirs(torch.tensor(tokens), attention_mask=torch.tensor(tokens != 0)).logits.numpy()
     found = forward(model, jnp.asarray(tokens), jnp.asarray(tokens != 0, jnp.int32))
-    np.testing.assert_allclose(found, want, atol=1e-5 * np.abs(want).max())
+    close(found, want, terms=MODEL)
 
 
 forward = eqx.filter_jit(lambda model, tokens, segments: model(tokens, segments=segments))
@@ -287,16 +288,16 @@ def test_results_are_those_of_the_last_token(classifier):
     ids = np.stack([np.pad(tokens[0, :30], (0, 10)), tokens[1]])  # padded by the id 0
     x = features(model, jnp.asarray(ids), jnp.asarray(np.ones_like(ids)))
     want = np.einsum("be,oe->bo", np.stack([x[0, 29], x[1, 39]]), model.head.score.weight)
-    np.testing.assert_allclose(forward(model, jnp.asarray(ids), jnp.asarray(np.ones_like(ids))), want, atol=1e-5)
+    close(forward(model, jnp.asarray(ids), jnp.asarray(np.ones_like(ids))), want, terms=MODEL)
     segments = np.ones_like(tokens)
     segments[0, 30:] = 0
-    np.testing.assert_allclose(forward(model, jnp.asarray(tokens), jnp.asarray(segments)), want, atol=1e-5)
+    close(forward(model, jnp.asarray(tokens), jnp.asarray(segments)), want, terms=MODEL)
     rows = np.stack([np.concatenate([tokens[0, :30], tokens[1, :10]]), tokens[1]])
     numbers = jnp.asarray(np.stack([np.repeat([1, 2], [30, 10]), np.ones(40, int)]), jnp.int32)
     found = per_text(model, jnp.asarray(rows), numbers)
-    np.testing.assert_allclose(found[0, 0], want[0], atol=1e-5)
-    np.testing.assert_allclose(found[1, 0], want[1], atol=1e-5)
-    np.testing.assert_allclose(found[0, 1], model.head.score.weight @ x[1, 9], atol=1e-5)
+    close(found[0, 0], want[0], terms=MODEL)
+    close(found[1, 0], want[1], terms=MODEL)
+    close(found[0, 1], model.head.score.weight @ x[1, 9], terms=MODEL)
 
 
 features = eqx.filter_jit(lambda model, tokens, segments: model.hidden(tokens, segments=segments)[0])
@@ -313,7 +314,7 @@ def test_pooling():
     member = jnp.asarray([[[False, True, True, False], [False, False, False, False]]])
     for how, want in ("lasttoken", x[0, 2]), ("cls", x[0, 1]), ("mean", (x[0, 1] + x[0, 2]) / 2):
         found = pool(x, member, how)
-        np.testing.assert_allclose(found[0, 0], want, rtol=1e-6)
+        close(found[0, 0], want, terms=4)
         assert not np.any(found[0, 1]), "a text without tokens"
 
 
@@ -343,12 +344,12 @@ def test_ranking(judge):
         question = retrieval.QUESTION.format(instruction="Find", query="fox", text=text)
         ids = [id for part in (retrieval.BEFORE, question, retrieval.AFTER) for id in tokenizer.encode(part)]
         logits = model(jnp.asarray(ids)[None])[0, -1]
-        np.testing.assert_allclose(scores[n], jax.nn.softmax(logits[jnp.array([63, 62])])[1], atol=1e-5)
+        close(scores[n], jax.nn.softmax(logits[jnp.array([63, 62])])[1], terms=MODEL, size=1)
     rows = model.embed_tokens.weight
     head = RewardHead(32, None, key=jax.random.key(0))
     reward = with_head(model, eqx.tree_at(lambda h: h.score.weight, head, rows[62:63] - rows[63:64]))
     again = zoo.rank(reward, tokenizer, "fox", texts, instruction="Find")
-    np.testing.assert_allclose([score for _, score in again], [score for _, score in ranked], atol=1e-5)
+    close([score for _, score in again], [score for _, score in ranked], terms=MODEL, size=1)
     assert zoo.rank(model, tokenizer, "fox", []) == []
     several = with_head(model, ClassificationHead(32, ("a", "b"), None, key=jax.random.key(0)))
     with pytest.raises(ValueError, match="The model has the labels a, b: one label ranks texts"):
@@ -380,10 +381,10 @@ def test_decisions(judge):
         ids = np.array([tokenizer.encode(label)[0] for label in labels])
         p = jax.nn.softmax(logits[ids] / temperature)
         if name == "spam":
-            assert found[name]["noul"] == pytest.approx(float(p[0]), abs=1e-5)
+            close(found[name]["noul"], float(p[0]), terms=MODEL, size=1)
         else:
-            np.testing.assert_allclose(list(found[name]["probabilities"].values()), p, atol=1e-5)
-    assert found["urgent"]["score"] == pytest.approx(sum(n * float(each) for n, each in enumerate(p)), abs=1e-5)
+            close(list(found[name]["probabilities"].values()), p, terms=MODEL, size=1)
+    close(found["urgent"]["score"], sum(n * float(each) for n, each in enumerate(p)), terms=MODEL, size=1)
     assert zoo.decide(model, tokenizer, STATE, {}) == {}
     with pytest.raises(ValueError, match="The labels Yes, No are not distinct single tokens"):
         zoo.decide(model, tokenizer, STATE, {"spam": QUESTIONS["spam"]})

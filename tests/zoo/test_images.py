@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.close import close
 from tests.zoo import make_golden_images
 from tests.zoo.make_golden_images import FILES, SECONDS, SIZES, picture
 from zoo.vision.open import image_size, open_image
@@ -76,7 +77,7 @@ def test_as_in_transformers(read, name, size):
     if name in BY_TORCHVISION:
         assert off.max() < 1.5 * 2 / 255 and off[-2] < 1e-3 and (off > 1e-5).mean() < 0.25
     else:
-        assert off.max() < 1e-5
+        close(off, np.zeros_like(off), terms=40, size=np.abs(golden["values"]).max())
     assert len(processed.patches) == processed.grids.prod(axis=1).sum()
     merged = {"gemma3": 16, "gemma3-scan": 1, "gemma4": 9}.get(name, 4)  # patches per feature
     assert processed.text.count(processor.placeholder) * merged == len(processed.patches)

@@ -12,6 +12,7 @@ import pytest
 
 import convert.tensors
 import zoo
+from tests.close import close
 from tests.zoo import tiny
 from tests.zoo.programs import TOKENS, decode, error, forward, init_cache, noise, on_host, packed
 from tests.zoo.tiny.llama4 import Llama4
@@ -149,4 +150,4 @@ def test_what_the_routers_report(load):
     for routing, layers in ((period[0], (2,)), (tail[0], ())):
         assert routing.load.shape == (*layers, 4)
         assert np.allclose(routing.tokens, 60) and np.allclose(np.asarray(routing.load).sum(-1), 120)
-        assert np.allclose(np.asarray(routing.probability).sum(-1), 60, rtol=1e-5)
+        close(np.asarray(routing.probability).sum(-1), 60, terms=100)

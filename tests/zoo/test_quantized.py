@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from kernels.coded import NF4
-from tests.zoo.programs import forward, noise, same, thorough
+from tests.close import close
+from tests.zoo.programs import MODEL, forward, noise, same, thorough
 from zoo import surgery
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear, Linear
 from zoo.nn.stack import Stack
@@ -142,7 +143,7 @@ def test_what_is_stored_computes_as_what_it_stands_for(load, format):
     weights = lambda m: [linear.weight for path, linear in surgery.modules(m, kinds) if path.startswith("layers.")]
     meant = eqx.filter_jit(lambda each: [dequantize_weight(m.weight, m.scale, format) for m in each])(each)
     want, got = (np.asarray(forward(m, TOKENS)) for m in (eqx.tree_at(weights, plain, meant), stored))
-    assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+    close(got, want, terms=MODEL)
 
 
 @pytest.mark.thorough
@@ -154,7 +155,7 @@ def test_stored_on_a_mesh(folders, load, format):
         got = zoo.load(folders["mixtral"], quantize=format, mesh=mesh)
         assert same(got, want)
         assert any(not a.sharding.is_fully_replicated for a in jax.tree.leaves(got) if a.dtype.itemsize == 1)
-        np.testing.assert_allclose(forward(got, TOKENS), forward(want, TOKENS), atol=2e-4)
+        close(forward(got, TOKENS), forward(want, TOKENS), terms=MODEL)
 
 
 def test_nf4_by_hand():
@@ -182,7 +183,7 @@ def test_nf4_equals_bitsandbytes():
     assert (np.asarray(ours).ravel() == values.numpy().ravel()).all()
     np.testing.assert_array_equal(np.ravel(scale), state.absmax.numpy())
     meant = bitsandbytes.functional.dequantize_4bit(values, state).numpy()
-    np.testing.assert_allclose(dequantize_weight(ours, scale, "nf4"), meant, rtol=1e-6)
+    close(dequantize_weight(ours, scale, "nf4"), meant, terms=2)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -192,6 +193,6 @@ def test_a_stored_weight_has_no_gradient(format):
     stored = eqx.filter_jit(lambda linear: QuantizedLinear.of(linear, format))(plain)
     x = np.random.RandomState(1).standard_normal((2, 64)).astype(np.float32)
     both = lambda x: (jnp.sum(jnp.sin(stored(x))), jnp.sum(jnp.sin(x @ stored.matrix(x.dtype).T)))
-    np.testing.assert_allclose(*jax.jit(jax.jacrev(both))(x), atol=1e-5)
+    close(*jax.jit(jax.jacrev(both))(x), terms=100)
     cast = surgery.cast(stored, jnp.bfloat16)
     assert cast.weight.dtype == stored.weight.dtype and cast.scale.dtype == jnp.bfloat16

@@ -28,7 +28,8 @@ import numpy as np
 import pytest
 
 import zoo
-from tests.zoo.programs import forward
+from tests.close import close
+from tests.zoo.programs import MODEL, forward
 from tests.zoo.test_templates import ENDLESS
 from zoo.generation.engine import Engine
 from zoo.generation.generate import continuation
@@ -377,10 +378,10 @@ def test_replies_that_must_be_calls(written):
             ' {"a": 41}}\n</tool_call>',
         ),
     ):
-        for think, close in (False, ""), (True, "<think>\n</think>\n\n"):
+        for think, closed in (False, ""), (True, "<think>\n</think>\n\n"):
             written.text = text
             answer = written.ask(CHAT, **body, tool_choice=choice, chat_template_kwargs={"think": think})["choices"][0]
-            assert written.prompt.endswith(f"{close}<tool_call>\n{begun}") and answer["finish_reason"] == "tool_calls"
+            assert written.prompt.endswith(f"{closed}<tool_call>\n{begun}") and answer["finish_reason"] == "tool_calls"
             assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]] == ['{"a": 41}']
     written.text = "4"
     assert (
@@ -476,10 +477,10 @@ def test_logprobs(running, model, tokenizer):
             and found["token_logprobs"][0] is found["top_logprobs"][0] is None
         )
         own = want[np.arange(len(ids) - 1), ids[1:]]
-        np.testing.assert_allclose(found["token_logprobs"][1:], own, atol=1e-5)
+        close(found["token_logprobs"][1:], own, terms=MODEL, size=np.abs(want).max())
         for row, tops, logprob in zip(want, found["top_logprobs"][1:], found["token_logprobs"][1:], strict=True):
             assert 2 <= len(tops) <= 3 and logprob in tops.values()
-            np.testing.assert_allclose(sorted(tops.values())[-2:], np.sort(row)[-2:], atol=1e-5)
+            close(sorted(tops.values())[-2:], np.sort(row)[-2:], terms=MODEL, size=np.abs(want).max())
         assert found["text_offset"] == [len("".join(found["tokens"][:i])) for i in range(len(ids))]
     only = running.ask(COMPLETIONS, prompt=texts[0], max_tokens=3, temperature=0, logprobs=1)["choices"][0]
     assert "".join(only["logprobs"]["tokens"]) == only["text"] and len(only["logprobs"]["token_logprobs"]) == 3
@@ -907,7 +908,7 @@ def test_lm_eval(running, model, tokenizer, tmp_path):
             context, whole = tokenizer.encode(question), tokenizer.encode(question + choice)
             logp = jax.nn.log_softmax(model(jnp.array([whole]))[0], axis=-1)
             want = sum(float(logp[i - 1, whole[i]]) for i in range(len(context), len(whole)))
-            assert abs(float(found) - want) < 1e-4
+            close(float(found), want, terms=MODEL, size=np.abs(logp).max())
     for sample in samples("zoo_ending"):
         text = greedy(model, tokenizer, sample["doc"]["question"], 8)
         assert sample["resps"] == [[text.split(".")[0]]]
@@ -982,9 +983,10 @@ def test_a_draft_of_ngrams(model, tokenizer):
         answers = [running.ask(COMPLETIONS, model=name, **asked)["choices"] for name in ("tiny", "drafted")]
     for one, other in zip(*answers, strict=True):
         assert one["text"] == other["text"] and one["logprobs"]["tokens"] == other["logprobs"]["tokens"]
-        np.testing.assert_allclose(one["logprobs"]["token_logprobs"], other["logprobs"]["token_logprobs"], atol=1e-4)
+        close(one["logprobs"]["token_logprobs"], other["logprobs"]["token_logprobs"], terms=MODEL)
         for tops, others in zip(one["logprobs"]["top_logprobs"], other["logprobs"]["top_logprobs"], strict=True):
-            assert tops == pytest.approx(others, abs=1e-4)
+            assert tops.keys() == others.keys()
+            close([*tops.values()], [others[token] for token in tops], terms=MODEL)
 
 
 @pytest.mark.thorough

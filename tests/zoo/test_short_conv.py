@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from kernels import Tokens
-from tests.zoo.programs import error, noise
+from tests.close import close
+from tests.zoo.programs import noise
 from zoo.nn.short_conv import ConvCache, ShortConv
 
 
@@ -51,7 +52,7 @@ def test_formula(whole):
     taps, bias = np.asarray(CONV.conv.weight)[:, 0], np.asarray(CONV.conv.bias)
     sums = [sum(taps[:, -1 - i] * (b * u)[:, t - i] for i in range(min(WIDTH, t + 1))) for t in range(SEQ)]
     y = c * (np.stack(sums, axis=1) + bias)
-    assert error(whole, y @ np.asarray(CONV.out_proj.weight).T + np.asarray(CONV.out_proj.bias)) < 1e-5
+    close(whole, y @ np.asarray(CONV.out_proj.weight).T + np.asarray(CONV.out_proj.bias), terms=200)
 
 
 @pytest.mark.parametrize("more", [0, 3])
@@ -59,7 +60,8 @@ def test_calls_of_any_length(whole, more):
     """Calls may be token by token, right-padded, in chunks, or with a row that pauses."""
     chunks = ([*range(7)], [*range(5), -1, -1]), ([7, 8], [5, 6]), ([9], [-1]), ([10], [7]), ([11, -1], [8, 9])
     out, cache = read(empty(more), *chunks)
-    assert error(out[0], whole[0]) < 1e-5 and error(out[1, :10], whole[1, :10]) < 1e-5
+    close(out[0], whole[0], terms=200)
+    close(out[1, :10], whole[1, :10], terms=200)
     assert not np.any(np.asarray(cache.inputs)[[0, 2]])  # of other layers
     assert cache.inputs.shape == (3, 2, WIDTH - 1 + more, HIDDEN)
 
@@ -67,12 +69,14 @@ def test_calls_of_any_length(whole, more):
 def test_padding_does_not_leak(whole):
     """Padding on either side changes no token, though biases make numbers of it."""
     left, _ = read(empty(), ([-1, -1, 0, 1, 2, 3, 4], [*range(7)]), ([5], [7]))
-    assert error(left[:, :5], whole[:, :5]) < 1e-5 and error(left[0, 5], whole[0, 5]) < 1e-5
+    close(left[:, :5], whole[:, :5], terms=200)
+    close(left[0, 5], whole[0, 5], terms=200)
     segments = np.array([[0] * 3 + [1] * 7 + [0] * 2, [1] * 5 + [2] * 7])
     row = np.stack([np.concatenate([X[0, -3:], X[0, :7], X[0, -2:]]), np.concatenate([X[1, :5], X[1, :7]])])
     y = np.asarray(call(row, None, None, segments)[0])
-    assert error(y[0, 3:10], whole[0, :7]) < 1e-5
-    assert error(y[1, :5], whole[1, :5]) < 1e-5 and error(y[1, 5:], whole[1, :7]) < 1e-5
+    close(y[0, 3:10], whole[0, :7], terms=200)
+    close(y[1, :5], whole[1, :5], terms=200)
+    close(y[1, 5:], whole[1, :7], terms=200)
 
 
 def test_tokens_taken_back(whole):
@@ -81,13 +85,15 @@ def test_tokens_taken_back(whole):
     wrong[:, :5] = X[:, :5]
     _, cache = read(empty(3), ([*range(5)], [*range(5)]), ([5, 6, 7], [5, 6, 7]), rows=wrong)
     out, _ = read(cache, ([5, 6, 7], [5, -1, -1]), ([7], [6]), ([8, 9, 10], [6, 7, 8]))
-    assert error(out[0, 5:11], whole[0, 5:11]) < 1e-5 and error(out[1, 5:9], whole[1, 5:9]) < 1e-5
+    close(out[0, 5:11], whole[0, 5:11], terms=200)
+    close(out[1, 5:9], whole[1, 5:9], terms=200)
 
 
 def test_a_row_begins_again(whole):
     _, cache = read(empty(), ([*range(7)], [*range(7)]))
     out, _ = read(cache, ([*range(7)], [-1] * 7), ([7], [7]))
-    assert error(out[0, :8], whole[0, :8]) < 1e-5 and error(out[1, 7], whole[1, 7]) < 1e-5
+    close(out[0, :8], whole[0, :8], terms=200)
+    close(out[1, 7], whole[1, 7], terms=200)
 
 
 def test_packed_documents_are_refused():

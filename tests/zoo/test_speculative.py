@@ -11,8 +11,9 @@ import pytest
 
 import zoo
 from kernels import Tokens
+from tests.close import close
 from tests.zoo import tiny
-from tests.zoo.programs import TOKENS, noise
+from tests.zoo.programs import MODEL, TOKENS, noise
 from tests.zoo.test_engine import log_softmax, logits_after
 from zoo.generation.sampling import Sampling, settings
 from zoo.generation.speculative import Round
@@ -45,7 +46,7 @@ def assert_greedy(model, got, stops=NEVER):
         logits = logits_after(model, prompt, completion)
         assert completion.tokens == np.argmax(logits, axis=-1).tolist()
         logs = np.take_along_axis(log_softmax(logits), np.array(completion.tokens)[:, None], 1)[:, 0]
-        assert np.allclose(completion.logprobs, logs, atol=1e-4)
+        close(completion.logprobs, logs, terms=MODEL, size=np.abs(logits).max())
         assert completion.finished and completion.ended == (completion.tokens[-1] in stops)
         assert not set(completion.tokens[:-1]) & set(stops)
         assert completion.calls <= len(completion.tokens)
@@ -143,7 +144,7 @@ def test_mtp_remembers(model_with_further):
         at = np.broadcast_to(np.arange(start, end), following.shape)
         got, cache = call(draft, x[:, start:end], following, cache, at)
         kept = slice(0, end - start - wrong)
-        assert np.allclose(np.asarray(got)[:, kept], want[:, start:end][:, kept], atol=1e-4)
+        close(np.asarray(got)[:, kept], want[:, start:end][:, kept], terms=MODEL)
 
 
 @pytest.mark.parametrize(

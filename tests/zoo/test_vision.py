@@ -21,8 +21,9 @@ import convert.tensors
 import zoo
 import zoo.serve.prompts
 import zoo.vision.open
+from tests.close import close
 from tests.zoo import seeing, tiny
-from tests.zoo.programs import decode, error, on_host, same, skeleton, thorough
+from tests.zoo.programs import MODEL, decode, error, on_host, same, skeleton, thorough
 from tests.zoo.test_continue import assert_goes_on
 from tests.zoo.test_images import png
 from tests.zoo.test_serve import CHAT, Running
@@ -97,7 +98,7 @@ def assert_golden(case, logits, features):
         assert error(ours, theirs) < 1e-4
     assert features.keys() == golden.keys()
     for key, theirs in golden.items():
-        assert error(flat(case, features[key]), theirs.reshape(-1, theirs.shape[-1])) < 1e-5, key
+        close({key: flat(case, features[key])}, {key: theirs.reshape(-1, theirs.shape[-1])}, terms=MODEL)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +160,14 @@ def test_packed_documents_with_images_equal_each_alone(load_vision, name):
     alone = pack(case, [[(*piece, 1)] for *piece, _ in first] + [[]] * (count - len(first)))
     apart, _, expected = look(case, model, *alone, alone[-1])
     for own, (here, (_, start, stop, _)) in zip(apart, located(first), strict=False):
-        assert error(logits[0, here], own[: stop - start]) < 1e-5
+        close(logits[0, here], own[: stop - start], terms=MODEL)
     pairs = zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(expected), strict=True)
     for (path, ours), theirs in pairs:
         if path_name(path).endswith(case.fixed):
             continue
         assert np.abs(ours).max() > 0, path_name(path)
         if pair := without_rounding(path_name(path), ours, theirs):
-            assert error(*pair) < 3e-5, path_name(path)
+            close(*({path_name(path): x} for x in pair), terms=4 * MODEL)
 
 
 def without_rounding(name, *gradients):
@@ -389,9 +390,9 @@ def test_live(vision_folders, load_vision, name, tmp_path):
     case, model, folder = tiny.SEEING[name], load_vision(name), vision_folders[name]
     reference, golden = case.theirs(folder), case.golden()
     live = case.computed(reference)
-    assert live.keys() == golden.keys() and all(error(golden[key], live[key]) < 1e-5 for key in live)
+    close(golden, dict(live), terms=MODEL)
     zoo.save(model, tmp_path / "ours")
-    assert error(case.computed(case.theirs(tmp_path / "ours"))["logits"], live["logits"]) < 1e-5
+    close(case.computed(case.theirs(tmp_path / "ours"))["logits"], live["logits"], terms=MODEL)
     reference.save_pretrained(tmp_path / "theirs")
     assert same(zoo.load(tmp_path / "theirs", parts=("vision",)), model)
 
@@ -412,7 +413,7 @@ def test_live(vision_folders, load_vision, name, tmp_path):
         if padding is not None and key.endswith(("embed_tokens.weight", "embed_tokens_per_layer.weight")):
             pair = [np.delete(x, padding, axis=0) for x in pair]
         if pair := without_rounding(key, *pair):
-            assert error(*pair) < (2e-4 if case.family.name == "mistral3" else 1e-4), key  # keys of its tower: 1.1e-4
+            close(*({key: x} for x in pair), terms=4 * MODEL)
 
     rounded = case.computed(case.theirs(folder, "bfloat16"))
     low = zoo.load(folder, parts=("vision",), dtype="bfloat16")
