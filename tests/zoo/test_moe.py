@@ -21,7 +21,6 @@ from kernels.stacked import Stacked
 from tests.close import close
 from tests.zoo import tiny
 from tests.zoo.programs import MODEL, TOKENS, noise, on_host, packed, thorough
-from tests.zoo.test_engine import thorough
 from zoo import lora, surgery
 from zoo.lora import LoRAExpertLinear
 from zoo.mesh import make_mesh
