@@ -312,7 +312,7 @@ def _is_stack(node: Any) -> bool:
 
 def _view(a: Array, n: int) -> Array:
     """Returns `a[n]` of an array of a CPU, which shares its memory where that is aligned."""
-    return jax.device_put(np.asarray(a)[n], a.sharding)
+    return jax.device_put(np.asarray(a)[n], next(iter(a.devices())))
 
 
 _compiled = eqx.filter_jit(Stack._run)
