@@ -16,6 +16,7 @@ import zoo
 from tests import real
 from tests.zoo.test_openai import client_of
 from tests.zoo.test_serve import Running
+from zoo.generation.engine import Engine
 
 
 pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("ignore")]  # of transformers
@@ -60,27 +61,33 @@ def theirs(folder):
 
 
 @pytest.fixture(scope="module")
-def answers(model, tokenizer):
-    return zoo.generate(model, tokenizer, CHATS, batch=ROWS, max_new_tokens=NEW)
+def answered(model, tokenizer):
+    """Returns the texts of `zoo.generate`, and the engine's completions, which have the tokens."""
+    completions, submit = [], Engine.submit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "submit", lambda *of, **more: completions.extend(got := submit(*of, **more)) or got)
+        return zoo.generate(model, tokenizer, CHATS, batch=ROWS, max_new_tokens=NEW), completions
 
 
-def test_answers(answers, theirs, tokenizer):
+@pytest.fixture(scope="module")
+def answers(answered):
+    return answered[0]
+
+
+def test_answers(answered, theirs):
     """Each token of an answer is the one that transformers finds likeliest after those before it.
 
     Where two logits differ by less than the rounding of both models, either token is.
     """
+    answers, completions = answered
     assert "Paris" in answers[0] and len(set(answers)) == len(QUESTIONS)
-    prompts = [tokenizer.encode_prompt(chat) for chat in CHATS]
-    written = [tokenizer.encode(answer, special=False) for answer in answers]
-    # Tokens that decode to a text are not always those that a tokenizer makes of it; here they are.
-    rows = [[*prompt, *new, tokenizer.eos[0]] for prompt, new in zip(prompts, written, strict=True)]
+    rows = [completion.prompt + completion.tokens for completion in completions]
     longest = max(map(len, rows))
     logits = theirs([row + [0] * (longest - len(row)) for row in rows])  # what follows a token changes nothing
-    for n, (prompt, new) in enumerate(zip(prompts, written, strict=True)):
-        ended = [] if len(new) == NEW else [tokenizer.eos[0]]
-        for at, token in enumerate([*new, *ended], len(prompt) - 1):
-            best = logits[n, at].max()
-            assert best - logits[n, at, token] <= 2 * CLOSE * np.abs(logits[n, at]).max(), (QUESTIONS[n], at)
+    for question, completion, scores in zip(QUESTIONS, completions, logits, strict=True):
+        for at, token in enumerate(completion.tokens, len(completion.prompt) - 1):
+            rounding = 2 * CLOSE * np.abs(scores[at]).max()
+            assert scores[at].max() - scores[at, token] <= rounding, (question, at)
 
 
 def test_perplexity(model, tokenizer, theirs):

@@ -11,8 +11,8 @@ from zoo.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.live
 
-# Words, numbers and code; scripts, composed and not; emoji; white space and control characters; long runs; and what looks
-# like tokens of a vocabulary.
+# Words, numbers and code; scripts, composed and not; emoji; white space and control characters; long runs; and what
+# looks like tokens of a vocabulary.
 # ruff: noqa: RUF001
 PIECES = [
     "Hello, world!", " the quick brown fox", "I'm you're we'll don't IT'S", "3.14 1,000,000 12345678901234567890 0x1F",
