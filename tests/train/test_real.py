@@ -79,7 +79,7 @@ def test_three_steps(script, folder, data, theirs, tmp_path, monkeypatch):
     }  # fmt: skip
     # As many completions at a time as there are samples, so that one program writes both.
     rolled = {"prompts": 1, "group": 3, "max-new-tokens": NEW, "reward": f"{data / 'reward.py'}:length"}
-    options |= rolled if script == "grpo" else {"batch": 2}
+    options |= rolled if script == "grpo" else {"batch": len(PAIRS)}  # a step learns from all, so that losses fall
     command(f"train.{script}", *(word for name, value in options.items() for word in (f"--{name}", value)))
     metrics = read_metrics(tmp_path / "out" / "metrics.jsonl")
     found = losses(metrics)
