@@ -63,6 +63,14 @@ def operands(node):
     return []
 
 
+def compared_in(tree):
+    """Yields the nodes of what the functions of a module compare by order, divide or bound."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda)):
+        for node in ast.walk(function):
+            for part in operands(node):
+                yield from ast.walk(part)
+
+
 @functools.cache
 def constants():
     """Returns the file and the name of all constants, and of those that functions compare, by their full names."""
@@ -73,9 +81,7 @@ def constants():
     compared = set()
     for file, tree in files.items():
         names = imported(tree)
-        functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda))
-        parts = {part for function in functions for node in ast.walk(function) for part in operands(node)}
-        for node in (node for part in parts for node in ast.walk(part)):
+        for node in compared_in(tree):
             match node:
                 case ast.Name(id=name):
                     compared.add(names.get(name, f"{module(file)}.{name}"))
@@ -133,6 +139,4 @@ def test_what_is_written_is_there():
 )
 def test_the_rule(code, names):
     tree = ast.parse(code)
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda))
-    parts = (part for function in functions for node in ast.walk(function) for part in operands(node))
-    assert {n.id for part in parts for n in ast.walk(part) if isinstance(n, ast.Name)} & {*bound(tree)} == names
+    assert {node.id for node in compared_in(tree) if isinstance(node, ast.Name)} & {*bound(tree)} == names

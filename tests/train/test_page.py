@@ -108,7 +108,10 @@ def test_old_and_damaged_runs(tmp_path):
 
 
 def test_a_long_run_is_thinned(tmp_path):
-    """A long run is thinned to the lowest and highest points, so that no spike is lost."""
+    """A run of more than 2,000 points is thinned to the lowest and highest ones, so that no spike is lost."""
+    points = lambda count: [{"step": n, "loss": n % 7 / 100} for n in range(count)]
+    whole, thinned = (page.curves(points(2 * page.BUCKETS + more))["loss"]["steps"] for more in (0, 1))
+    assert list(whole) == list(range(2 * page.BUCKETS)) and len(thinned) <= 2 * page.BUCKETS
     lines = [{"step": n, "loss": 100.0 if n == 33_333 else 1.0 + n % 7 / 100} for n in range(100_000)]
     curve = page.curves(lines)["loss"]
     assert len(curve["steps"]) <= 2 * page.BUCKETS + 2 and curve["steps"][-1] == 99_999

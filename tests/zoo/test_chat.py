@@ -68,11 +68,16 @@ def reply(model, tokenizer, messages, new=12):
 def test_a_conversation(talk, model, tokenizer, monkeypatch, room):
     """Each prompt is the whole conversation, rendered by the model's template, in one engine's room or in several."""
     monkeypatch.setattr("zoo.chat.ROOM", room)
+    rooms, make = [], Engine.__init__
+    monkeypatch.setattr(
+        Engine, "__init__", lambda *of, **options: rooms.append(options["max_tokens"]) or make(*of, **options)
+    )
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASK}]
     first = reply(model, tokenizer, messages)
     longer = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "And then?"}]
     shown, prompts = talk(ASK, "", "  And then? ", system="Be brief.")
     assert prompts == [tokenizer.render(turns, add_generation_prompt=True) for turns in (messages, longer)]
+    assert len(rooms) == (2 if room == ROOM else 3)  # that of the first reply above, and those of the conversation
     assert first in shown and reply(model, tokenizer, longer) in shown and "512 positions" in shown
 
 
