@@ -259,7 +259,7 @@ def test_quantised_gradients_of_a_matrix_that_is_quantised_already(implementatio
     options = dict(activations=True, gradients="quantized")
     actual = run(implementation, jnp.int8, x, values, d_out, scales[:, 0], **options)
     expected = oracle(x, stands_for.astype(np.float32), d_out, jnp.int8, "channel", **options)
-    close(actual, expected, terms=400)
+    close(actual, expected[:2], terms=400)
 
 
 def put(x, value, *index):
