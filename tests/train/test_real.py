@@ -85,8 +85,7 @@ def test_three_steps(script, folder, data, theirs, tmp_path, monkeypatch):
     found = losses(metrics)
     assert len(found) == 3 and np.isfinite(found).all()
     if script == "grpo":  # trainer and sampler agree, and completions differ
-        assert all(line["drift"] < 1e-3 for line in metrics if "drift" in line)
-        assert all(line["reward"] > 0 for line in metrics if "reward" in line)
+        assert all(line["drift"] < 1e-4 and line["reward"] > 0 for line in metrics if "loss" in line)
     else:
         assert found[-1] < found[0]
         assert script == "sft" or found[0] == pytest.approx(np.log(2), abs=1e-5)  # the policy is the reference
