@@ -29,7 +29,7 @@ def close(ours, theirs, *, terms: float, size: float | None = None, dtype=None) 
     for place, one, other in _pairs(ours, theirs):
         kind = _coarsest(one, other) if dtype is None else jnp.dtype(dtype)
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        of = _size(other) if size is None else size
+        of = _size(other) if size is None else float(size)
         why = f"{terms:g} roundings of {of:.3g} in {kind}"
         _judge(place, one, other, terms * float(jnp.finfo(kind).eps) * of, why)
 

@@ -10,8 +10,9 @@ the environments share them: each seed runs once, unless --each says how many se
 run `close` and `as_exact` keep each error as a fraction of its bound, and fail no test. Other failures, such as
 another text, are ignored; comparisons that are then never reached are counted.
 
-It prints a table, and exits with 1 if an error is more than a quarter of its bound (QUARTER), which another CPU
-might exceed. Such a bound counts too few roundings, or its `size` is not that of the operands; or the code is wrong.
+It prints a table, and exits with 1 if a run compared nothing, or if an error is more than a quarter of its bound
+(QUARTER): another CPU might exceed that. Such a bound counts too few roundings, or its `size` is not that of the
+operands; or the code is wrong.
 """
 
 import argparse
@@ -103,18 +104,20 @@ def _append(path: str, **entry):
 def shift_seeds(by: int) -> None:
     """Adds a number to the seeds that tests give to NumPy and JAX, except those of FIXED and of the library."""
 
-    def moved(make):
-        def made(seed=None, *args, **options):
-            if isinstance(seed, int | np.integer) and _shifts(sys._getframe(1).f_code.co_filename):
-                seed += by
-            return make(seed, *args, **options)
+    def moved(seed):
+        shifts = isinstance(seed, int | np.integer) and _shifts(sys._getframe(2).f_code.co_filename)
+        return seed + by if shifts else seed
 
-        return made
+    def wrapped(make):
+        return lambda seed=None, *args, **options: make(moved(seed), *args, **options)
+
+    class RandomState(np.random.RandomState):  # a type, because NumPy asks for instances of it
+        def __init__(self, seed=None):
+            super().__init__(moved(seed))
 
     if by:
-        for module, names in ((np.random, ("RandomState", "default_rng")), (jax.random, ("key", "PRNGKey"))):
-            for name in names:
-                setattr(module, name, moved(getattr(module, name)))
+        np.random.RandomState, np.random.default_rng = RandomState, wrapped(np.random.default_rng)
+        jax.random.key, jax.random.PRNGKey = map(wrapped, (jax.random.key, jax.random.PRNGKey))
 
 
 def _shifts(file: str) -> bool:
@@ -157,7 +160,7 @@ def run(files: Iterable[str], name: str, seed: int, python: str, marks: str) -> 
         environment = os.environ | ENVIRONMENTS.get(name, {}) | {FILE: str(out), SHIFT: str(1000 * seed)}
         one = (lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})) if name == "one core" else None
         done = subprocess.run(
-            [python, "-m", "pytest", "-q", "-m", marks, "--tb=no", *files],
+            [python, "-m", "pytest", "-q", "-m", marks, "--tb=no", "--continue-on-collection-errors", *files],
             cwd=ROOT, env=environment, preexec_fn=one, capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode not in (0, 1, 5):
@@ -216,11 +219,12 @@ def main() -> int:
     options = parser.parse_args()
     chosen = options.only or [*ENVIRONMENTS, *([OTHER] if options.python else [])]
     files = options.files or comparing_files()
-    margins, failed = [], collections.Counter()
+    margins, failed, empty = [], collections.Counter(), False
     for name, seed in seeds_of(chosen, options.each):
         found, failures = run(files, name, seed, options.python if name == OTHER else sys.executable, options.marks)
         print(f"{name}, seed {seed}: {len(found)} comparisons, {len(failures)} other failures", flush=True)
         margins += found
+        empty |= not found
         failed.update(failures)
     worst = {(margin.file, margin.line): margin for margin in sorted(margins, key=lambda margin: margin.ratio)}
     tight = [margin for margin in worst.values() if margin.ratio > QUARTER]
@@ -228,7 +232,7 @@ def main() -> int:
     print(text)
     if options.out:
         options.out.write_text(text)
-    return 1 if tight or not margins else 0
+    return 1 if tight or empty else 0
 
 
 if __name__ == "__main__":

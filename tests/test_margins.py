@@ -20,8 +20,10 @@ def test_seeds_of_tests_are_shifted(monkeypatch):
     for module, name in makers:
         monkeypatch.setattr(module, name, getattr(module, name))  # so that they are put back
     key, state = jax.random.key(1007), np.random.RandomState(1007).rand()
+    generator = np.random.default_rng(1007).random()
     margins.shift_seeds(1000)
     assert jax.random.key(7) == key and np.random.RandomState(7).rand() == state
+    assert np.random.default_rng(7).random() == generator
     monkeypatch.setattr(margins, "FIXED", ("tests/test_margins.py",))
     assert np.random.RandomState(1007).rand() == state
 

@@ -344,7 +344,7 @@ def test_rollout(folder, model):
     assert all(len(batch["tokens"]) == 2 for batch in batches), "completions share rows"
     assert all((a[name] == b[name]).all() for a, b in zip(batches, again, strict=True) for name in a)
     assert any(not np.array_equal(a["tokens"], b["tokens"]) for a, b in zip(batches, other, strict=True))
-    close(sums["drift"] / batches[0]["loss_mask"].sum(), 0, terms=MODEL, size=np.log(64))
+    close(float(sums["drift"]) / batches[0]["loss_mask"].sum(), 0, terms=MODEL, size=np.log(64))
     found = {prompt.record["prompt"]: [] for prompt in prompts}
     for _, text in itertools.chain(*map(documents, batches[:2])):
         learnt, n = text["loss_mask"], len(text["tokens"])
@@ -588,7 +588,7 @@ def test_the_loss_has_the_support_of_the_sampler(folder, model):
     assert (kept == np.isfinite(filtered))[learnt].all() and kept[learnt].sum(axis=-1).max() <= 12
     wanted = np.take_along_axis(np.asarray(jax.nn.log_softmax(filtered)), batch["targets"][..., None], -1)[..., 0]
     close(batch["old"][learnt], wanted[learnt], terms=MODEL)
-    close(sums["drift"] / learnt.sum(), 0, terms=MODEL, size=np.log(64))
+    close(float(sums["drift"]) / learnt.sum(), 0, terms=MODEL, size=np.log(64))
     assert float(sums["entropy"]) < np.log(12) * learnt.sum()
 
 

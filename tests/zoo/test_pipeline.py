@@ -28,11 +28,12 @@ def test_rounds(text, count):
     def loss(function):
         def total(layers, x):
             y, reports = function(run, layers / 4, x, shared)
-            return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(reports[0])), (y, reports)
+            # A cosine of whole sums would depend on how each of their 512 numbers is rounded.
+            return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(reports[0] / 64)), (y, reports)
 
         return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
 
     with jax.set_mesh(make_mesh(text)):
         ours = loss(pipeline)(layers, x)
     for a, b in zip(*map(jax.tree.leaves, (ours, loss(lambda run, *args: run(*args))(layers, x))), strict=True):
-        close(a, b, terms=300)
+        close(a, b, terms=512 + 12 * 8)
