@@ -24,6 +24,7 @@ def test_datasets_prepares_the_same(tmp_path):
     assert data.maps(str(path), 128, packed=False)() == data.maps(str(path), 128, packed=True)() == tokens
 
 
+@pytest.mark.thorough
 def test_reading(tmp_path):
     data.write_store(tmp_path / "store", 64, 48 * 64)
     args = (str(tmp_path / "store"), 64, 8)

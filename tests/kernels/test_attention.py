@@ -49,7 +49,7 @@ CASES = {
 }
 # "packed" is for bfloat16. test_attention_tpu.py covers a TPU's chunks and images.
 IN_FLOAT32 = [
-    (case, implementation)
+    pytest.param(case, implementation, marks=() if case in ("branches", "everything") else pytest.mark.thorough)
     for case in CASES
     for implementation in IMPLEMENTATIONS
     if case != "packed" and (case, implementation) != ("chunks and images", "tpu")
@@ -139,6 +139,7 @@ def runs_of(values, length):
     return st.tuples(row, row).map(np.stack)
 
 
+@pytest.mark.thorough
 @settings(derandomize=True, deadline=None, max_examples=10)
 @given(
     q_positions=runs_of(st.integers(0, 2 * WINDOW), SEQ),

@@ -78,6 +78,7 @@ def test_groups(implementation, code, monkeypatch):
         close(got[:9], one, terms=200)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("code", ["float8", "mxfp4"])
 @pytest.mark.parametrize("implementation", ["reference", "triton", "tpu"])
 def test_one_matrix_in_bfloat16(implementation, code):

@@ -72,6 +72,7 @@ def test_decode_of_a_ragged_cache(case, implementation):
     np.testing.assert_array_equal(spoilt[1, :-1], out[1, :-1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kv_seq", [64, 65])
 def test_a_cpu_takes_some_rows_at_a_time(kv_seq):
     """On both sides of a block's 64 slots, and of the rows that a core's cache holds: four of eight here, two of two.
@@ -117,7 +118,8 @@ def in_pages(x, slots, table):
     return pages
 
 
-@pytest.mark.parametrize("eight_bits", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("case", ["causal", "all, of a few queries", "latents, wider than a register"])
 @pytest.mark.parametrize("implementation", ["reference", "xla", "triton", "tpu", "tpu_heads"])
 def test_decode_of_pages(case, implementation, eight_bits):
@@ -249,6 +251,7 @@ def on_a_tpu(name, kv_heads, dim, v_dim, dtype, slots=128):
     return choice.others[name]
 
 
+@pytest.mark.thorough
 def test_a_cache_that_a_tpu_would_copy_is_refused():
     """Refused caches would be copied, by the compiler's report: all of it in temporary memory, in place of 200 kB."""
     wide, narrow = jnp.bfloat16, jnp.int8

@@ -237,6 +237,7 @@ def test_tokens_split_over_the_context(kind):
         close({name: ours}, {name: one.astype(np.float64)}, terms=400)
 
 
+@pytest.mark.thorough
 def test_half_precision_is_rounded_once():
     """Interpreted kernels multiply in TF32 or in half precision, like a GPU or a TPU, which adds little error."""
     given = arrays(dtype=jnp.bfloat16)
@@ -412,6 +413,7 @@ def test_fused_kernels_refuse(implementation, of_arrays, sizes, reason):
     assert choice.implementation == "xla" and choice.others[f"triton_{implementation}"] == reason
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("of", [triton, delta_rule_tpu])
 def test_kernels_scan_as_plain_jax_does(of):
     """The kernels' scans equal plain JAX's by chunks, for features that fill no block, with erasing and without. All

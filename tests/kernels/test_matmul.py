@@ -109,7 +109,7 @@ CASES = [
 FLOAT_ROWS = dict(granularity="channel", activations=False, gradients="float")  # int8
 BY_BLOCKS = dict(granularity="block", activations=True, gradients="float")  # FP8
 CASES_OF = [
-    (implementation, *case)
+    pytest.param(implementation, *case, marks=() if implementation in ("reference", "triton") else pytest.mark.thorough)
     for implementation in IMPLEMENTATIONS
     for case in CASES
     if implementation not in ("tpu", "triton") or case[1] != "mx"
@@ -168,6 +168,7 @@ def on_a_mesh(product, x, w, d_out, **axes):
         return choice, jax.device_get(jax.jit(step, compiler_options=QUICK)(*given))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "dtype, gradients, axes", [(jnp.int8, "float", dict(fsdp=4)), (FP8, "quantized", dict(fsdp=2, context=2))]
 )
@@ -346,6 +347,7 @@ def gradients_inside_scan_checkpoint_and_vmap(implementation):
     return jax.device_get(jax.jit(gradients, compiler_options=QUICK)(x, np.stack([w, 2 * w])))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["xla", "tpu"])  # JAX batches "triton" as it does "tpu"
 def test_inside_scan_checkpoint_and_vmap(implementation):
     expected = gradients_inside_scan_checkpoint_and_vmap("reference")

@@ -127,6 +127,7 @@ def test_a_layer_of_a_stack(implementation):
     np.testing.assert_array_equal(d_own, d_stack[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_both_sides_rounded(implementation, dtype):

@@ -126,6 +126,7 @@ def assert_over_rounded_weights(out, metrics, trained, tuned):
     assert 0 < np.abs(np.subtract(losses(metrics), losses(tuned[1]))).mean() < 0.2
 
 
+@pytest.mark.thorough
 def test_what_an_adapter_was_trained_over(base, tuned, rounded, tmp_path, monkeypatch, capsys):
     """The adapter names its base as PEFT finds it. Merging warns about another base, or about other rounding."""
     config = json.loads((tuned[0] / "adapter" / "adapter_config.json").read_text())

@@ -28,6 +28,7 @@ SERVED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SERVED)
 def test_attention_in_a_training_step_on_an_h200(name):
     config = registry.CONFIGS[name]

@@ -220,6 +220,7 @@ def arguments(base, words, out, *more):
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_the_script(base, words, tmp_path):
     """A run learns to find the positives; the exported model finds as many as the run did."""
     command(*arguments(base, words, tmp_path))

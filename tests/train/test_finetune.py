@@ -132,6 +132,7 @@ def test_the_best_without_patience(base, model, impatient, tmp_path):
     assert eqx.tree_equal(zoo.load(tmp_path / "model"), kept_model(tmp_path, step, model))
 
 
+@pytest.mark.thorough
 def test_patience_needs_validation(base, impatient, tmp_path):
     """Patience also needs the checkpoints of all evaluations, which a run that began without it has not kept."""
     with pytest.raises(ValueError, match="--patience 2 waits for a lower loss on validation data, and there is none"):
@@ -146,6 +147,7 @@ def test_patience_needs_validation(base, impatient, tmp_path):
 # ======================================================================================================================
 
 
+@pytest.mark.thorough
 def test_a_run_begins_with_the_state_of_another(base, tmp_path, capsys):
     """A run may begin at any of another's steps, with the same steps from there. Other data begin at their start."""
     first, branch = tmp_path / "first", tmp_path / "branch"

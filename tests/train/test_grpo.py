@@ -435,6 +435,7 @@ def judges(folder):
     return folder / "reward", folder / "labels"
 
 
+@pytest.mark.thorough
 def test_models_as_rewards(folder, judges):
     """A reward model gives what it gives the whole text, and a classifier the probability of the label."""
     mesh, tokenizer = make_mesh("fsdp=2", jax.devices()[:2]), zoo.tokenizer(folder / "model")
@@ -569,6 +570,7 @@ def test_rollouts_one_step_off(tmp_path, first):
         assert ahead_of.take(4) is None and not list((tmp_path / "ahead").iterdir()), "nothing needs it any longer"
 
 
+@pytest.mark.thorough
 def test_the_loss_has_the_support_of_the_sampler(folder, model):
     """With top-k and top-p the tokens that are kept are the sampler's, and the first loss drifts from none of them."""
     o = options(folder, pathlib.Path(), top_k=12, top_p=0.8, temperature=1.3, compute_dtype="float32")

@@ -93,6 +93,7 @@ def placed(text="fsdp=1"):
     return jax.device_put(Small(), NamedSharding(mesh, P()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "sgd"])
 def test_one_parameter_after_another(name):
     """The update of one parameter after another equals that of all at once, bit for bit, and so does the state after a
@@ -238,6 +239,7 @@ def test_random_bits_follow_from_the_step_and_the_array():
     assert bits(jax.jit(rounded_like)({"b": old["b"]}, {"b": split}, steps[5])) == bits(one["b"])
 
 
+@pytest.mark.thorough
 def test_bfloat16_weights_go_on_as_if_never_stopped(base, tmp_path, stop_after):
     """bfloat16 weights, with moments in bfloat16 too, learn and resume; float32 weights are refused for such a run."""
     small = functools.partial(run, base, steps=6, weights_dtype="bfloat16", moments="bfloat16", freeze=("*norm*",))

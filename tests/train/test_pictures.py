@@ -113,6 +113,7 @@ def test_a_batch_has_the_images_of_its_rows(checkpoint, tokenizer, data):
     assert found["text"][1].size == 0
 
 
+@pytest.mark.thorough
 def test_features_of_a_batch(checkpoint, tokenizer, data):
     """The model gets each row's own images, on a mesh and in microbatches, too."""
     model = zoo.load(checkpoint, parts=("vision",))
@@ -298,6 +299,7 @@ def test_rollouts(checkpoint, tokenizer, data):
         assert np.array_equal(np.where(here < 0, here, 0), images.image[0])
 
 
+@pytest.mark.thorough
 def test_a_plan_counts_the_tower(checkpoint):
     """A plan counts the tower's parameters and a batch's images, and its compiled step takes the batch's arrays."""
     config, family = zoo.config(checkpoint), zoo.gemma3.FAMILY

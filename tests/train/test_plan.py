@@ -502,6 +502,7 @@ def test_an_update_of_completions(config, new, batch, branches):
     assert average == pytest.approx(of_attention, rel=0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache", ["auto", "int8"])
 def test_rollouts(config, monkeypatch, cache):
     """The planned programs have the shapes of a rollout's. Arrays that they do not read lie beside them."""
@@ -666,6 +667,7 @@ def test_sampling_beside_adapters(config):
 # ------------------------------------------------------------------------------------------------- what does not fit
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("message", "needed"),
     [
@@ -845,6 +847,7 @@ def test_cards_without_a_network():
 # ----------------------------------------------------------------------------------------------------- search, report
 
 
+@pytest.mark.thorough
 def test_candidates(config, made):
     found = script.candidates(TINY, config, CHIPS["v6e"], jax.devices())
     assert {o.batch for o in found} == {4, 8, 16, 32} and {o.remat for o in found} == set(planner.REMATS)
@@ -976,6 +979,7 @@ def test_a_gpu():
     assert "fits" in done.stdout and "GB of 151.40 GB" in done.stdout
 
 
+@pytest.mark.thorough
 def test_offload_trains_alike(config):
     """Offloading gives the same gradients on a CPU, whose memory is the host's anyway."""
     family = planner.family_of(config)
@@ -1036,6 +1040,7 @@ def test_remat_auto(config, monkeypatch, capsys):
     assert f"{ways[0]}, the fastest, needs about" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.thorough
 def test_states_are_kept():
     """Qwen3.5 keeps 32 states of 128 x 128 in 30 layers for each of 64 chunks, beside what other layers keep.
 

@@ -52,6 +52,7 @@ def routed(model):
     return jit_train_step(init_state(model, SGD), Recipe(optimizer=SGD, **OPTIONS, **ROUTER))
 
 
+@pytest.mark.thorough
 def test_the_loss_of_the_routers(model, batch, routed):
     """The loss equals the formulas, with the means over layers written out."""
 

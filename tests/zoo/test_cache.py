@@ -263,6 +263,7 @@ def test_wider_windows():
         assert slots() == {(640, 128), (2048, None)}
 
 
+@pytest.mark.thorough
 def test_a_gpus_step_has_no_loop_over_layers(load, monkeypatch):
     """It gives the same logits and caches. A mesh keeps the loop where its devices gather weights in each layer."""
     model, tokens = load("gemma3"), tiny.TOKENS[:, :3]

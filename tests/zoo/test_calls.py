@@ -18,6 +18,7 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listener)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3-window-head"])
 def test_nothing_compiles_twice(load, compiled, name):
     """Layers before the scan, and layers in it, are compiled once each, with a cache and without."""

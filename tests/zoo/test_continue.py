@@ -118,6 +118,7 @@ def test_mtp_goes_on(with_further):
     assert_goes_on(Engine(model, **SHAPE, stops=NEVER, draft=zoo.MTPDraft(model, 2)), PROMPTS[:1])
 
 
+@pytest.mark.thorough
 def test_a_text_goes_on_beyond_the_limit_of_a_cache(load):
     """Phi's texts of more than 16 tokens are read anew, and go on from there."""
     engine = Engine(load("phi3-long"), **SHAPE | dict(max_tokens=44), stops=NEVER, chunk=4)
@@ -148,6 +149,7 @@ def test_chunks_of_prompts_are_shared(load, name):
     assert_all_free(sharing)
 
 
+@pytest.mark.thorough
 def test_prompts_that_come_together_read_a_chunk_once(load):
     """Prompts that begin alike wait for the one that reads the chunk."""
     options = dict(stops=NEVER, chunk=8)
@@ -287,6 +289,7 @@ def test_a_small_pool(load, name):
         Engine(load(name), **SHAPE, cache_tokens=30)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, kind", [("qwen3-window-head", "plain"), *(thorough("qwen3_next", k) for k in ("plain", "draft"))]
 )
@@ -320,6 +323,7 @@ def test_steps_overlap(load, name, kind):
     assert got[0] == got[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "count, kind",
     [

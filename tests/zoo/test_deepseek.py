@@ -558,6 +558,7 @@ def experts_of(model):
     return dict(surgery.modules(model, AbstractExpertLinear))
 
 
+@pytest.mark.thorough
 def test_int4_is_read_as_stored(int4):
     """Experts in four bits are dequantised while they are read, or stay as they are, and stand for the same numbers."""
     plain = zoo.load(int4 / "plain")

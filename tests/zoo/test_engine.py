@@ -65,6 +65,7 @@ def penalized(sampling, logits, prompt, tokens):
     return jnp.asarray(logits, jnp.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["gemma3", "qwen3_next", thorough("deepseek3"), thorough("gemma4"), thorough("nemotron_h")]
 )
@@ -182,6 +183,7 @@ def test_each_sample_has_its_key(model, sampling):
     assert alone.tokens == groups[2][0].tokens
 
 
+@pytest.mark.thorough
 def test_a_prompt_is_read_once(model, monkeypatch):
     """A prompt is read once for more samples than rows, and prompts of one bucket are read together."""
     read, calls = zoo.generation.engine.read, []
@@ -305,6 +307,7 @@ def test_refusals(model):
     assert complete(model, [], max_new_tokens=4) == []
 
 
+@pytest.mark.thorough
 def test_prompts_of_all_lengths_share_few_programs(monkeypatch):
     """The number of programs is that in docs/serve.md, for rows of 4,096 tokens."""
     shapes = set()

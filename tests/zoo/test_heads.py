@@ -236,7 +236,7 @@ def test_an_encoder_does_not_generate(embedders):
         eqx.filter_eval_shape(decode, model, tokens)
 
 
-@pytest.mark.parametrize("name", by_mechanism(STACKS))
+@pytest.mark.parametrize("name", by_mechanism(STACKS, first=4))
 def test_every_family_takes_every_head(folders, load, untyped, tmp_path, name):
     """A head replaces the output embeddings, has a place on meshes, and comes back from files with the same bits."""
     plain = load(name)

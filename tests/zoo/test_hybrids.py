@@ -106,6 +106,7 @@ def test_a_prompt_of_several_chunks(load):
         close(one[row, 0], whole[row, length], terms=MODEL)
 
 
+@pytest.mark.thorough
 def test_rows_of_an_engine(load):
     """Rows end at different times, and others take them; the samples of a prompt start with copies of one state."""
     model, stops = load("qwen3_next"), range(0, 64, 8)

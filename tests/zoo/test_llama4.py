@@ -130,6 +130,7 @@ def test_prefill_in_pieces(model):
     assert error(np.concatenate(parts, axis=1), GOLDEN["llama4"]) < 1e-4
 
 
+@pytest.mark.thorough
 def test_padding_is_harmless(model):
     """A row of padding alone is finite, and leaves the cache unchanged."""
     positions = jnp.asarray(np.array([range(11), [-1, -2, -9, -8, -10_000, *[-1] * 6]]))

@@ -140,6 +140,7 @@ def test_no_token_is_dropped(mixture, monkeypatch):
             close(a, b, terms=300)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pairs", [128, 130])
 def test_few_pairs_take_one_round(mixture, pairs):
     """Where each device has up to 128 pairs, all fit into the first round; beyond, one expert's take a further one."""
@@ -233,6 +234,7 @@ def run(model, tokens, experts=None):
     return x, routing.experts_of(model.layers, reports)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

@@ -17,7 +17,19 @@ import convert.tensors
 import zoo
 from tests.close import close
 from tests.zoo import make_golden, tiny
-from tests.zoo.programs import MODEL, STACKS, TOKENS, by_mechanism, decode, error, forward, init_cache, on_host, packed
+from tests.zoo.programs import (
+    MODEL,
+    STACKS,
+    TOKENS,
+    by_mechanism,
+    decode,
+    error,
+    forward,
+    init_cache,
+    on_host,
+    packed,
+    thorough,
+)
 from train.state.mesh import reads_in_order
 from zoo import surgery
 
@@ -115,7 +127,7 @@ def test_live(folders, theirs, name):
     assert mean(ours) < 1.2 * mean(rounded)
 
 
-@CASES
+@pytest.mark.parametrize("name", [name if name in STACKS else thorough(name) for name in tiny.CONFIGS])
 def test_export_is_bit_equal(folders, load, name, tmp_path):
     zoo.save(on_host(load(name)), tmp_path)
     before, after = convert.tensors.open_tensors(folders[name]), convert.tensors.open_tensors(tmp_path)

@@ -71,6 +71,7 @@ def test_it_is_saved_as_it_was(model, tmp_path):
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "quantized" / name).read_bytes(), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["qwen2"], indirect=True)
 def test_it_is_sharded_as_it_was(model):
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -134,6 +135,7 @@ def test_stored(load, name, dtype, format):
     assert same(load(name, dtype=dtype, quantize=format), stored)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_stored_computes_as_what_it_stands_for(load, format):
     """Linear maps and experts compute the same as with the codes' numbers as weights."""

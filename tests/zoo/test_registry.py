@@ -45,6 +45,7 @@ NAMES: dict[AbstractConfig, list[str]] = {}
 for _name, _config in registry.CONFIGS.items():
     NAMES.setdefault(_config, []).append(_name)
 CONFIGS = pytest.mark.parametrize("config", [pytest.param(config, id=names[0]) for config, names in NAMES.items()])
+FIRST = {type(config): names[0] for config, names in reversed(NAMES.items())}  # a name of each family
 
 
 def test_every_config_has_a_name():
@@ -75,7 +76,13 @@ def test_names_are_complete(monkeypatch):
         assert tokenizer.value.args == (repository, False)
 
 
-@CONFIGS
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=names[0], marks=() if names[0] in FIRST.values() else pytest.mark.thorough)
+        for config, names in NAMES.items()
+    ],
+)
 def test_config(config, untyped):
     """A config has partition rules, survives config.json, and has tensors with the names and shapes in tiny/."""
     model, family = skeleton(config), registry.family_of(config)

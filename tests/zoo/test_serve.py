@@ -193,6 +193,7 @@ def test_health_metrics_and_page(model, tokenizer):
     assert counts == sorted(counts) and float(lines["zoo_reply_seconds_sum"]) > 0
 
 
+@pytest.mark.thorough
 def test_prompts_that_begin_alike(model, tokenizer):
     """A chunk of a prompt is read once, and the replies are as without that."""
     texts = [PROMPT * 5 + more for more in ("import os", "import re")]

@@ -147,6 +147,7 @@ def test_mtp_remembers(model_with_further):
         close(np.asarray(got)[:, kept], want[:, start:end][:, kept], terms=MODEL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options, vocab",
     [

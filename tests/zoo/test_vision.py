@@ -111,6 +111,7 @@ def test_logits_and_features(load_vision, name):
     assert_golden(case, logits, features)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TOWERS)
 def test_ids_of_image_tokens_may_be_beyond_the_table(load_vision, name):
     """The embedding refuses such ids of text."""
@@ -334,6 +335,7 @@ def test_rules_of_a_mesh(load_vision, name):
     assert_split(tiny.SEEING[name], load_vision(name))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["gemma3-pattern", *map(thorough, ("llama4", "ministral3", "muse_glimmer", "qwen2_5_vl", "qwen3_vl"))]
 )
@@ -440,6 +442,7 @@ def greedy(case, model, ids, images, new):
     return tokens[0, len(ids) : len(ids) + new].tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3_vl"])
 def test_generation(untyped, load_vision, vision_folders, name):
     """Prompts have two images of other shapes each. There are as many as in `test_decoding_after_images`."""
