@@ -38,9 +38,9 @@ MECHANISMS = (
 thorough = lambda *case: pytest.param(*case, marks=pytest.mark.thorough)
 
 
-def by_mechanism(names, first=len(MECHANISMS)):
-    """Returns cases of checkpoints: the first of `MECHANISMS` in the default tier, and all others in the thorough one."""
-    return [name if name in MECHANISMS[:first] else thorough(name) for name in names]
+def by_mechanism(names, quick=MECHANISMS):
+    """Returns cases of checkpoints: those of `quick` in the default tier, and all others in the thorough one."""
+    return [name if name in quick else thorough(name) for name in names]
 
 
 forward = eqx.filter_jit(lambda model, tokens: model(tokens))

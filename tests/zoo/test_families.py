@@ -21,7 +21,7 @@ import kernels
 import zoo
 from tests.train.conftest import devices
 from tests.zoo import make_pages, make_table, tiny, touched
-from tests.zoo.programs import STACKS, TOKENS, by_mechanism, prefill_and_decode
+from tests.zoo.programs import MECHANISMS, STACKS, TOKENS, by_mechanism, prefill_and_decode
 from zoo import models, registry
 from zoo.models import qwen3
 from zoo.nn.model import AbstractConfig, Released
@@ -101,7 +101,7 @@ def test_what_is_missing_is_named(pieces, piece, entry, sentence):
     assert lack.startswith(sentence)
 
 
-@pytest.mark.parametrize("name", by_mechanism(STACKS, first=4))
+@pytest.mark.parametrize("name", by_mechanism(STACKS, MECHANISMS[:4]))
 def test_every_implementation_serves(load, untyped, name):
     """Only a decode step may refuse heads of 8 features and latents of 24, which no released model has.
 

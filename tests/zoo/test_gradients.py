@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.zoo.programs import POSITIONS, SEGMENTS, STACKS, TOKENS, by_mechanism
+from tests.zoo.programs import MECHANISMS, POSITIONS, SEGMENTS, STACKS, TOKENS, by_mechanism
 from zoo.nn.layers import Embedding, LayerNorm, Linear, erf_gelu, gelu, gelu_times
 from zoo.surgery import cast, modules
 
@@ -22,7 +22,7 @@ def operations(jaxpr):
             yield from operations(inner)
 
 
-@pytest.mark.parametrize("name", by_mechanism(STACKS, first=4))
+@pytest.mark.parametrize("name", by_mechanism(STACKS, MECHANISMS[:4]))
 def test_nothing_is_summed_in_bfloat16_or_kept_in_float32(load, untyped, name):
     """The traced program is checked, so the result holds for any length. Matrix products sum in float32 on every
     device.

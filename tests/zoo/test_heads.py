@@ -20,7 +20,7 @@ import convert.tensors
 import zoo
 from tests.close import close
 from tests.zoo import tiny
-from tests.zoo.programs import MODEL, STACKS, by_mechanism, on_host, same
+from tests.zoo.programs import MECHANISMS, MODEL, STACKS, by_mechanism, on_host, same
 from zoo import retrieval
 from zoo.nn.heads import ClassificationHead, EmbeddingHead, RewardHead, pool
 from zoo.surgery import partition_specs, with_head
@@ -236,7 +236,7 @@ def test_an_encoder_does_not_generate(embedders):
         eqx.filter_eval_shape(decode, model, tokens)
 
 
-@pytest.mark.parametrize("name", by_mechanism(STACKS, first=4))
+@pytest.mark.parametrize("name", by_mechanism(STACKS, MECHANISMS[:4]))
 def test_every_family_takes_every_head(folders, load, untyped, tmp_path, name):
     """A head replaces the output embeddings, has a place on meshes, and comes back from files with the same bits."""
     plain = load(name)
