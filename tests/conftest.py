@@ -2,7 +2,7 @@
 and fast compilation (hurry.py). `JAX_PLATFORMS=cuda,cpu pytest tests/kernels -k triton` tests kernels on a GPU instead.
 
 Compiled programs are kept in the user's cache folder (compiled.py), which all workers and all checkouts share; `pytest
---cache-clear` empties it. The types of arguments and results are checked in the default tier (typed.py).
+--cache-clear` empties it. The types of arguments and results are checked in the thorough tier (typed.py).
 """
 
 import gc

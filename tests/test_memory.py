@@ -48,6 +48,7 @@ def test_a_run_prints_its_peak_and_fails_beyond_the_limit_of_its_tier(pytester, 
         assert (f"The tests of the process took {peak} MB of memory, where" in text) == bool(ends)
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_is_told_with_its_memory(pytester, monkeypatch):
     """The run itself goes on with another worker."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[1]))

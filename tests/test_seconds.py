@@ -25,7 +25,7 @@ def test_overruns_are_named():
 
 
 def test_a_run_counts_each_test_and_fails_beyond_the_budget(pytester, monkeypatch):
-    """Seconds are counted by file and by family, on a clock that the tests set."""
+    """Seconds of the slower kind of machine are counted by file and by family, on a clock that the tests set."""
     pytester.makepyfile(
         test_x="""
         import pytest
@@ -45,9 +45,10 @@ def test_a_run_counts_each_test_and_fails_beyond_the_budget(pytester, monkeypatc
     )
     pytester.makeini("[pytest]\nmarkers =\n    thorough\n    xdist_group(name)")
     monkeypatch.setattr(seconds, "_cpu", lambda: NOW[0])
+    monkeypatch.setattr(seconds, "factor", lambda: 2)
     plugin = seconds.Seconds()
     assert pytester.inline_run(plugins=[plugin]).ret == pytest.ExitCode.OK
-    assert plugin.counted == {("test_x.py", "default"): 7, ("llama", "default"): 4, ("test_x.py", "thorough"): 5}
+    assert plugin.counted == {("test_x.py", "default"): 14, ("llama", "default"): 8, ("test_x.py", "thorough"): 10}
     monkeypatch.setattr(seconds, "FAMILY", 1)
     assert pytester.inline_run(plugins=[seconds.Seconds()]).ret == pytest.ExitCode.TESTS_FAILED
 

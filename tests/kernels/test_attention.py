@@ -49,7 +49,7 @@ CASES = {
 }
 # "packed" is for bfloat16. test_attention_tpu.py covers a TPU's chunks and images.
 IN_FLOAT32 = [
-    pytest.param(case, implementation, marks=() if case in ("branches", "everything") else pytest.mark.thorough)
+    pytest.param(case, implementation, marks=() if case == "everything" else pytest.mark.thorough)
     for case in CASES
     for implementation in IMPLEMENTATIONS
     if case != "packed" and (case, implementation) != ("chunks and images", "tpu")
@@ -69,6 +69,7 @@ def test_float32_equals_the_oracle(case, implementation):
     close(run(implementation, *x, **options), expected, terms=TERMS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["triton", "tpu"])
 def test_logits_of_10_000(implementation):
     """The log-sum-exp, in the softmax's powers of two, is rounded only once between forward and backward."""
@@ -86,6 +87,7 @@ def in_bfloat16(implementation):
     return run(implementation, *x, **options), expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 def test_bfloat16_is_as_exact_as_the_reference(implementation):
     (ours, exact), (theirs, _) = in_bfloat16(implementation), in_bfloat16("reference")

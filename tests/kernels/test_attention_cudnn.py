@@ -121,6 +121,7 @@ def test_plain_rows(mask, library):
     check(mask, arrays(batch=1, seq=40, kv_seq=40 if mask == Causal() else 50, dim=260))
 
 
+@pytest.mark.thorough
 def test_documents(library):
     """In a program with sinks, a window and shared heads, documents in order go to cuDNN, others to "triton"."""
     x = arrays(seq=100)

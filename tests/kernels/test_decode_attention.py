@@ -93,6 +93,7 @@ def test_a_cpu_takes_some_rows_at_a_time(kv_seq):
     np.testing.assert_allclose(eight[:2], two, rtol=0, atol=bound)
 
 
+@pytest.mark.thorough
 def test_few_and_many_queries_over_a_cache():
     """16 queries are decoded, and 17 are attended to as in a prefill. Both give what each query gets alone."""
     q, k, v, _ = arrays(seq=17, kv_seq=40)
@@ -157,6 +158,7 @@ def test_decode_of_pages(case, implementation, eight_bits):
     close(got, expected, terms=TERMS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case, implementation",
     [

@@ -17,7 +17,7 @@ from kernels import Slots, Tokens
 from kernels.delta_rule import shared, triton, xla
 from kernels.delta_rule import tpu as delta_rule_tpu
 from kernels.delta_step import tpu as delta_step_tpu
-from tests.close import as_exact, close
+from tests.close import close
 from tests.kernels.oracle import QUICK
 
 
@@ -305,6 +305,7 @@ def hold_half(implementation, segments, *sizes, strength, erase=True):
 HEADS_OF = {"triton_fused": (1, 2), "triton_channels": (2, 2)}  # of keys and of values; those with channels share none
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", HEADS_OF)
 @pytest.mark.parametrize("strength", [1.0, 1e6])
 def test_fused_kernels(implementation, strength):
@@ -495,10 +496,7 @@ def test_inverse():
     decayed = lambda k, total: k @ k.T * np.exp(np.minimum(total[:, None] - total, 0))
     lower = np.stack([np.tril(decayed(*case), -1) for case in cases]).astype(np.float32)
     true = np.linalg.inv(np.eye(64) + lower.astype(np.float64))
-    eye = np.tile(np.eye(64, dtype=np.float32), (len(lower), 1, 1))
-    solve = functools.partial(jax.lax.linalg.triangular_solve, left_side=True, lower=True, unit_diagonal=True)
-    for ours, theirs, one in zip(compiled(shared.inverse)(lower), compiled(solve)(lower, eye), true, strict=True):
-        as_exact(ours, theirs, one)
+    close(list(compiled(shared.inverse)(lower)), list(true), terms=64)  # each by its own size
 
 
 def test_bad_arguments():

@@ -205,6 +205,7 @@ def in_bfloat16(implementation, dtype, **options):
     return actual, oracle(*given, dtype, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "implementation, dtype, activations, gradients",
     [

@@ -150,6 +150,7 @@ def test_what_an_adapter_was_trained_over(base, tuned, rounded, tmp_path, monkey
     assert "was trained over other weights than these" in said and "quantised" not in said
 
 
+@pytest.mark.thorough
 def test_over_rounded_weights(rounded, tuned):
     assert_over_rounded_weights(*rounded, tuned)
 

@@ -17,7 +17,7 @@ from tests.train import make_golden_trl as trl
 from tests.train.batching import batches
 from tests.train.conftest import Bigram, command, devices
 from tests.train.test_loss import GIVEN, GOLDEN
-from tests.zoo.programs import MODEL
+from tests.zoo.programs import MODEL, thorough
 from train import dpo
 from train.data import preferences
 from train.data.records import open_records
@@ -162,6 +162,7 @@ def rows_of(base, pairs, count, loss, **shape):
     return {name: jnp.asarray(np.pad(a, ((0, 0), (0, 64 - a.shape[1])))) for name, a in batch.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", LOSSES)
 def test_packing_changes_nothing(base, pairs, model, loss):
     reference = jax.tree.map(lambda a: jnp.asarray(np.asarray(a) * np.float32(0.99)), model)
@@ -174,7 +175,7 @@ def test_packing_changes_nothing(base, pairs, model, loss):
         close({name: value}, {name: sums[1][name]}, terms=MODEL, size=6)  # a tenth of sums of log-probabilities
 
 
-@pytest.mark.parametrize("loss", ["orpo", "kto"])  # without and with a reference model
+@pytest.mark.parametrize("loss", [thorough("orpo"), "kto"])  # without and with a reference model
 def test_it_learns(base, pairs, model, loss):
     o, optimizer = (
         dpo.DPOOptions.of(loss=loss, beta=1.0 if loss == "orpo" else 0.1),

@@ -169,6 +169,7 @@ def test_a_run_begins_with_the_state_of_another(base, tmp_path, capsys):
     assert "at the beginning of the data, which is other" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "source, changes, said",
     [

@@ -195,7 +195,7 @@ def test_packed_texts_are_learnt_as_unpacked_ones(folder, model):
 
 
 def test_a_row_has_128_texts_at_most(folder):
-    """Of 130 short texts beside a long one, two go to the row of the long one, though the other row has room."""
+    """Two of 130 short texts beside a long one go to the row of the long one, though the other row has room."""
     tokenizer, texts = zoo.tokenizer(folder / "model"), random_texts([300, *[2] * 130])
     for short, counts in ((128, [1, 128]), (130, [3, 128])):
         rows = packed(texts[: 1 + short], 2, tokenizer)

@@ -263,6 +263,7 @@ def test_systems_that_cannot_forbid_say_so(monkeypatch):
         rewards.find("python")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(60)"])
 def test_programs_have_no_more_than_their_time(program, monkeypatch):
     monkeypatch.setattr(rewards, "SECONDS", 1)

@@ -188,6 +188,7 @@ def test_the_same_again(whole, record_property):
     assert off < 1e-4
 
 
+@pytest.mark.thorough
 def test_told_to_stop(words, whole, stopped_at, capsys):
     out = words / "stopped"
     stopped_at(6)
@@ -201,6 +202,7 @@ def test_told_to_stop(words, whole, stopped_at, capsys):
     assert (out / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_from_a_local_checkpoint(words, whole, tmp_path, monkeypatch, capsys):
     """A run that failed in step 8 resumes from its local checkpoint of step 6, rather than the shared one of step 4."""
     out, asked = tmp_path / "failed", []
@@ -274,6 +276,7 @@ def test_fp8(words, stopped_at):
     assert_eight_bits(words, words / "float", stopped_at, "fp8", *more)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "more, said",
     [

@@ -55,6 +55,7 @@ def test_data_is_the_same_every_time_and_none_of_it_held_out(out, tmp_path):
     assert len(sizes) > 20
 
 
+@pytest.mark.thorough
 def test_the_model_sees_the_data(out):
     """The checkpoint loads whole. An answer has one token for each word and one for the end of the turn."""
     model, tokenizer = zoo.load(out / "model", parts=("vision",)), zoo.tokenizer(out / "model")

@@ -61,6 +61,7 @@ def optimizers():
             yield f"{name}, bfloat16", rounded(make(lambda step: 0.1), "bfloat16")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["dense", "mixture", "adapters"])
 @pytest.mark.parametrize("text", MESHES)
 def test_no_optimizer_copies_a_matrix_to_every_device(models, name, text):

@@ -117,6 +117,7 @@ def test_the_update_is_that_of_the_mean_loss(model, batch, train):
     close(float(metrics["learning_rate"]), 0.005, terms=4)
 
 
+@pytest.mark.thorough
 def test_in_microbatches_on_a_mesh(model, batch, train):
     mesh = make_mesh("replica=2,fsdp=2,tensor=2")
     with jax.set_mesh(mesh):

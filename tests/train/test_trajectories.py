@@ -589,6 +589,7 @@ def equal(a, b):
     return all((x[name] == y[name]).all() for x, y in zip(a, b, strict=True) for name in x)
 
 
+@pytest.mark.thorough
 def test_rollouts(folder, model, sample, monkeypatch):
     """Texts hold what the model saw, their targets what it drew, with its own log-probabilities; and they are the same
     whichever answer comes first.

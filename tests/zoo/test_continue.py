@@ -125,6 +125,7 @@ def test_a_text_goes_on_beyond_the_limit_of_a_cache(load):
     assert_goes_on(engine, [tiny.TOKENS[0, :size].tolist() for size in (1, 5, 10, 11, 17)])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen3-window-head", *map(thorough, ["qwen3_next", *MECHANISMS[1:]])])
 def test_chunks_of_prompts_are_shared(load, name):
     """Chunks that are found are bit for bit those that are read: later tokens have the same log-probabilities. So have

@@ -134,7 +134,7 @@ def test_long_prompts_and_many():
         assert np.array_equal(each.tokens, np.argmax(row[len(prompt) - 1 :][:5], axis=-1))
 
 
-@pytest.mark.parametrize("name", ["qwen3-window-head", "deepseek3", thorough("llama4"), thorough("gpt_oss")])
+@pytest.mark.parametrize("name", ["qwen3-window-head", *map(thorough, ("deepseek3", "llama4", "gpt_oss"))])
 def test_greedy_is_the_forward_pass(load, name):
     """Greedy decoding is exact beyond windows, and in rows that others used before; stop tokens end some early."""
     model = load(name)
@@ -151,6 +151,7 @@ def test_greedy_is_the_forward_pass(load, name):
     assert len({len(completion.tokens) for completion, *_ in groups}) > 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sampling",
     [

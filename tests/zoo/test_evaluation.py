@@ -27,6 +27,7 @@ def tokenizer():
     return zoo.tokenizer("tiny")
 
 
+@pytest.mark.thorough
 def test_log_likelihoods(model, tokenizer):
     """Log-likelihoods equal the plain forward pass's, for pairs of any lengths in rows of two; greedy is by argmax."""
     texts = [("abc", " def"), ("", "hello"), ("return quick ", "brown"), ("a", "b" * 20), ("fox", "\n")]

@@ -64,6 +64,7 @@ def process(processor, name, size):
     return processor(picture(size))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, size", CASES)
 def test_as_in_transformers(read, name, size):
     """Patches, their order, grids, and text equal transformers'; where torchvision resizes, up to one level of 255."""

@@ -89,7 +89,7 @@ def mixture():
     return (experts, x, weights), chosen, jax.value_and_grad(dense, (0, 1, 2))(experts, x, weights)
 
 
-@pytest.mark.parametrize("text", [None, "fsdp=8", "expert=4,fsdp=2", "expert=2,context=2,tensor=2"])
+@pytest.mark.parametrize("text", [None, *map(thorough, ("fsdp=8", "expert=4,fsdp=2")), "expert=2,context=2,tensor=2"])
 def test_dispatch_equals_all_experts_at_once(mixture, text):
     """Value and gradients are equal, also on meshes with more devices than there are sequences.
 
@@ -119,6 +119,7 @@ ROUTES = {  # of 8 sequences of 10 tokens: one for each device
 }
 
 
+@pytest.mark.thorough
 def test_no_token_is_dropped(mixture, monkeypatch):
     """Value and gradients are those of one device, however many rounds it takes, and also where outputs are kept."""
     monkeypatch.setattr(moe, "LEAST", 1)
@@ -257,6 +258,7 @@ def test_replayed_experts(load, name):
     assert np.isfinite(elsewhere).all() and np.abs(elsewhere - x).max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_gradients_of_given_experts(load):
     """Outputs and gradients of a layer with given experts are those of the formula, written out."""
     layer, random = load("qwen3_moe").layers[0].mlp, np.random.RandomState(0)

@@ -59,6 +59,7 @@ def test_logits(load, name):
 PARTED = ("qwen3-window-head", "llama4-lists-new", "deepseek3")  # windows, chunks, latents
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [*PARTED, *(pytest.param(name, marks=pytest.mark.thorough) for name in STACKS if name not in PARTED)]
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.close import close
+from tests.zoo.programs import thorough
 from zoo.mesh import make_mesh
 from zoo.nn.pipeline import Largest, pipeline
 
@@ -18,7 +19,9 @@ def run(layers, x, shared):
     return jax.lax.scan(one, x, layers)
 
 
-@pytest.mark.parametrize(("text", "count"), [("stage=2,fsdp=4", 8), ("stage=4,context=2", 12), ("stage=8", 8)])
+@pytest.mark.parametrize(
+    ("text", "count"), [thorough("stage=2,fsdp=4", 8), ("stage=4,context=2", 12), thorough("stage=8", 8)]
+)
 def test_rounds(text, count):
     """There are four rounds, three, or one, with two or four microbatches for each stage."""
     random = np.random.RandomState(0)

@@ -461,6 +461,7 @@ def test_stop_strings_and_end_tokens(model, tokenizer, running):
     assert answer["usage"]["completion_tokens"] == used == len(choice["logprobs"]["tokens"])  # with the end token
 
 
+@pytest.mark.thorough
 def test_logprobs(running, model, tokenizer):
     """lm-eval's requests get the log-probabilities of the plain forward pass."""
     texts = [PROMPT, "The function returns a list of " * 25]  # fewer and more than 128 tokens

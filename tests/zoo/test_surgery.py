@@ -92,6 +92,7 @@ def test_map_linears_refuses_a_pattern_without_match(model):
         surgery.map_linears(model, int8, "layers.*.w1")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["dense", "qlora"])
 def test_sharded_equals_one_device(model, both, mesh, kind):
     """Values are equal, the batch stays split, and nothing is replicated unnoticed."""

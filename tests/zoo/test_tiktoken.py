@@ -70,6 +70,7 @@ def test_merges(tokenizer, text):
     assert tokenizer.encode(text) == [i for piece in pieces for i in merge(piece.encode())]
 
 
+@pytest.mark.thorough
 @settings(deadline=None, derandomize=True)
 @given(st.text())
 def test_every_text_comes_back(tokenizer, text):

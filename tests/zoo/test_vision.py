@@ -194,6 +194,7 @@ def separate(case):
     return prompts, [part_of_images(row, 0, length) for row, length in zip(rows, lengths, strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gemma3-pattern", *map(thorough, [*TOWERS[1:], "qwen3_5"])])
 def test_texts_with_images_go_on(untyped, load_vision, name):
     """A turn may have images, and so may the text before it. Chunks end where images do."""
