@@ -24,6 +24,7 @@ DECODES = {
     "latents, wider than a register": (dict(seq=2, kv_seq=96, kv_heads=1, dim=160, size=1), dict(v_dim=144)),
     "more queries than one part has": (dict(seq=16, kv_seq=150, heads=10, kv_heads=2), {}),
 }
+DEFAULT = ("all, of a few queries", "latents, wider than a register")  # cases of the default tier
 
 
 @pytest.mark.parametrize(
@@ -31,10 +32,12 @@ DECODES = {
     [
         ("all, of a few queries", "reference"),
         # test_attention_triton.py has more cases for Triton.
-        *((case, "xla") for case in DECODES if case != "causal"),
-        *((case, "triton") for case in DECODES if case != "causal"),
-        *((case, "tpu") for case in DECODES),
-        *((case, "tpu_heads") for case in DECODES if case != "causal"),
+        *(
+            pytest.param(case, name, marks=() if case in DEFAULT else pytest.mark.thorough)
+            for name in ("xla", "triton", "tpu", "tpu_heads")
+            for case in DECODES
+            if case != "causal" or name == "tpu"
+        ),
     ],
 )
 def test_decode_of_a_ragged_cache(case, implementation):

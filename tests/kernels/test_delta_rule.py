@@ -30,6 +30,10 @@ KINDS = {
     "strong decays": (dict(channels=True, strength=40.0), {}),
     "no erasing": ({}, dict(erase=False)),
 }
+DEFAULT = ("a channel's decay", "no erasing")  # kinds of the default tier
+EACH = pytest.mark.parametrize(
+    "kind", [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.thorough) for kind in KINDS]
+)
 
 
 def oracle(q, k, v, decay, beta, segments=None, state=None, *, erase=True):
@@ -98,7 +102,7 @@ def found(implementation, kind):
     return jax.device_get(run(implementation, options, given))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EACH
 def test_packed_documents_and_padding(kind):
     """Outputs and the last state equal the oracle's, and gradients by chunks equal those by single tokens."""
     of_arrays, options = KINDS[kind]
@@ -225,7 +229,7 @@ def test_split_over_a_mesh():
         close(ours, np.asarray(one, np.float64), terms=400)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EACH
 def test_tokens_split_over_the_context(kind):
     """The outputs, the last state, and all gradients equal one device's."""
     given, options = of_kind(kind)
