@@ -2,7 +2,7 @@
 and fast compilation (hurry.py). `JAX_PLATFORMS=cuda,cpu pytest tests/kernels -k triton` tests kernels on a GPU instead.
 
 Compiled programs are kept in the user's cache folder (compiled.py), which all workers and all checkouts share; `pytest
---cache-clear` empties it. The types of arguments and results are checked in the thorough tier (typed.py).
+--cache-clear` empties it. JAXTYPING_DISABLE=0 checks the types of arguments and results (typed.py).
 """
 
 import gc
@@ -43,7 +43,7 @@ PLUGINS = ("tests.groups", "tests.affected", "tests.flaky", "tests.margins")  # 
 
 def pytest_addoption(parser, pluginmanager):
     # pytest calls this hook first, and so before other conftest.py files import our packages.
-    if typed.wanted(pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr):
+    if typed.wanted():
         typed.install()
     for plugin in PLUGINS:
         pluginmanager.import_plugin(plugin)

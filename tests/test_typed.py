@@ -16,16 +16,7 @@ from tests import typed
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def test_which_runs_check_types(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", False)
-    assert all(map(typed.wanted, ("thorough and not live", "thorough", "", "not live", "thorough or live")))
-    assert not any(map(typed.wanted, ("not thorough and not live", "live", "not thorough")))
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    assert not typed.wanted("thorough")
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(jaxtyping.config.jaxtyping_disable, reason="JAXTYPING_DISABLE leaves the checks out")
+@pytest.mark.skipif(not typed.wanted(), reason="only JAXTYPING_DISABLE=0 checks types")
 def test_this_run_checks_them():
     with pytest.raises(jaxtyping.TypeCheckError):
         kernels.attention(1.0, 1.0, 1.0, scale=1.0)

@@ -1,13 +1,14 @@
-"""Decides whether a run checks the types and shapes of arguments and results, and in which modules.
+"""Checks the types and shapes of arguments and results while tests run, if JAXTYPING_DISABLE=0 is set.
 
-A run checks them if it includes thorough tests. In the default tier the checks would take an eighth of its minutes.
+.ci/run sets it for the newest Python, whose tests reach every family, kernel and script. Elsewhere the checks would
+take a fifth of a run, most of which is tracing our functions.
 
 Modules that import jaxtyping are checked. Modules without shapes read files, records and options. pyright has checked
 their types, and their functions are called most often: checking them at runtime, too, took a tenth of a run's CPU
 seconds.
 """
 
-import collections
+import os
 import pathlib
 import re
 import sys
@@ -18,12 +19,9 @@ import jaxtyping
 PACKAGES = ("zoo", "kernels", "convert", "train")
 
 
-def wanted(expression: str) -> bool:
-    """Returns whether a run checks types, given pytest's -m expression: whether it selects thorough tests."""
-    # The expression is valid Python, with the marks as names.
-    return not jaxtyping.config.jaxtyping_disable and bool(
-        eval(expression or "True", {}, collections.defaultdict(bool, thorough=True))
-    )
+def wanted() -> bool:
+    """Returns whether a run checks types."""
+    return os.environ.get("JAXTYPING_DISABLE") == "0"
 
 
 def shaped() -> list[str]:
