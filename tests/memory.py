@@ -20,8 +20,8 @@ from tests.seconds import tier
 
 
 MB = 1 << 20
-GROWTH = 300 * MB  # programs are removed after a file if a process has grown by so much, and after a test if by twice
 LIMITS = {"default": 2000 * MB, "thorough": 3000 * MB, "live": 3000 * MB}  # the most that a process may take
+SHARE = 6  # programs are removed after a file if a process has grown by 1/6 of its limit, and after a test if by twice
 STATUS, MACHINE = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/meminfo")
 # Where the kernel counts the processes that it killed for lack of memory: in a container, and elsewhere.
 KILLS = (pathlib.Path("/sys/fs/cgroup/memory.events"), pathlib.Path("/proc/vmstat"))
@@ -41,7 +41,7 @@ class Memory:
     def pytest_runtest_protocol(self, item, nextitem):
         result = yield
         same = nextitem is not None and nextitem.path == item.path  # file, whose tests share programs
-        if read(STATUS, "VmRSS") - self.freed > (2 * GROWTH if same else GROWTH):
+        if read(STATUS, "VmRSS") - self.freed > LIMITS[tier(item)] // SHARE * (2 if same else 1):
             free()
             self.freed = read(STATUS, "VmRSS")
         return result

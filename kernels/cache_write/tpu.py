@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -30,7 +31,9 @@ STRIP = 32  # features, or slots that are rows, that are processed at a time
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8)
 
 
-def refusal(stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array, row: Array, slot: Array) -> str | None:
+def refusal(
+    stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array, row: Array | np.ndarray, slot: Array
+) -> str | None:
     """Returns why this implementation cannot take these arguments of `cache_write`, or None if it can."""
     del layer, row
     if slot.size > LANES:

@@ -26,7 +26,9 @@ WIDTH = 1024  # numbers that a program writes: 16 bytes for each of 128 threads
 WARPS = 4
 
 
-def refusal(stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array, row: Array, slot: Array) -> str | None:
+def refusal(
+    stores: tuple[Array, ...], new: tuple[Array, ...], layer: Array, row: Array | np.ndarray, slot: Array
+) -> str | None:
     """Returns why this implementation cannot take these arguments of `cache_write`, or None if it can."""
     del layer, row
     if len(stores) == 1:

@@ -73,7 +73,7 @@ def assert_all_free(engine):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["qwen3_next", *MECHANISMS])
+@pytest.mark.parametrize("name", [*MECHANISMS[:6], "nemotron_h-mlp-new", "qwen3_next"])
 def test_every_family_goes_on(load, name):
     """Texts that go on equal fresh prompts, whatever their layers keep."""
     assert_goes_on(Engine(load(name), **SHAPE, stops=range(0, 64, 16)), PROMPTS[1:3])
@@ -126,7 +126,7 @@ def test_a_text_goes_on_beyond_the_limit_of_a_cache(load):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["qwen3-window-head", *map(thorough, ["qwen3_next", *MECHANISMS[1:]])])
+@pytest.mark.parametrize("name", [*MECHANISMS[:4], "qwen3_next"])
 def test_chunks_of_prompts_are_shared(load, name):
     """Chunks that are found are bit for bit those that are read: later tokens have the same log-probabilities. So have
     prompts with one chunk in common, and one of which a part was forgotten.
@@ -198,10 +198,10 @@ def records_of(model, tokens):
     "name, kind",
     [
         ("qwen3_moe", "plain"),
-        thorough("qwen3_moe", "draft"),
-        thorough("qwen3_moe", "constraint"),
-        *(thorough(name, "plain") for name in ["deepseek3", "llama4", "gpt_oss", "qwen3_next"]),
-        thorough("lfm2_moe", "draft"),
+        ("qwen3_moe", "constraint"),
+        ("deepseek3", "plain"),
+        ("qwen3_next", "plain"),
+        ("lfm2_moe", "draft"),
     ],
 )
 def test_records_are_those_of_one_pass(load, name, kind):
@@ -291,9 +291,7 @@ def test_a_small_pool(load, name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name, kind", [("qwen3-window-head", "plain"), *(thorough("qwen3_next", k) for k in ("plain", "draft"))]
-)
+@pytest.mark.parametrize("name, kind", [("qwen3-window-head", "plain"), ("qwen3_next", "draft")])
 def test_steps_overlap(load, name, kind):
     """Draws and log-probabilities have the same bits where the device gets a step before the last one is read: of
     samples, kept texts, and constraints, which come and go. A kept text that is cut goes on, too.
@@ -328,11 +326,9 @@ def test_steps_overlap(load, name, kind):
 @pytest.mark.parametrize(
     "count, kind",
     [
-        (100, "plain"),
-        thorough(1000, "plain"),
-        thorough(100, "draft"),
-        thorough(500, "ngram"),
-        thorough(100, "constraint"),
+        (200, "plain"),
+        (60, "draft"),
+        (60, "constraint"),
     ],
 )
 def test_any_mix_of_requests(count, kind):
