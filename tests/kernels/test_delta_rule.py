@@ -127,10 +127,10 @@ def test_strong_decays_cost_no_digits(kind):
     true, state = oracle(*given, SEGMENTS, START, **options)
     ours = jax.device_get(run("xla", tuple(options.items()), given))
     theirs = jax.device_get(run("reference", tuple(options.items()), given))
-    # A sum of 64 such decays is about 640, and its rounding would cost an output as many roundings.
-    close((ours[0][0, :-13], ours[1]), (true[0, :-13], state), terms=200)
+    # The chain is as long as for weak decays. A sum of 64 strong ones is about 640, and its rounding would cost more.
+    close((ours[0][0, :-13], ours[1]), (true[0, :-13], state), terms=400)
     for name, one, other in zip(NAMES, ours, theirs, strict=True):
-        close({name: one}, {name: other.astype(np.float64)}, terms=200)
+        close({name: one}, {name: other.astype(np.float64)}, terms=400)
 
 
 def test_a_policy_saves_what_the_backward_pass_needs_of_the_forward_one():
