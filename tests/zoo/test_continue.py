@@ -263,7 +263,7 @@ def test_a_mesh_goes_on(folders, spec):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["qwen3-window-head", thorough("qwen3_next")])
+@pytest.mark.parametrize("name", ["qwen3-window-head", "qwen3_next"])
 def test_a_small_pool(load, name):
     """In memory for less than two rows, eight rows' requests have the tokens that they have alone; a text is read anew
     after others needed its memory. In the end all pages are free.
@@ -389,7 +389,7 @@ def test_any_mix_of_requests(count, kind):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("compared", [False, thorough(True)])
+@pytest.mark.parametrize("compared", [False, True])
 def test_rows_of_mixed_lengths_need_the_memory_that_they_use(compared):
     """512 rows are drawn at once in the memory of 64 that are as long as they may be, each as it is alone."""
     model = noise(lambda: zoo.qwen3.Model(zoo.qwen3.Config(64, 16, 32, 1, 2, 1, 8, 256, 1), key=jax.random.key(0)))

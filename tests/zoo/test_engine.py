@@ -279,8 +279,8 @@ def test_cancel(model, overlap):
     "name, spec, scope",
     [
         ("qwen3-window-max", "fsdp=2,tensor=2", jax.set_mesh),
-        thorough("qwen3_moe", "expert=2", contextlib.nullcontext),
-        thorough("qwen3_next", "fsdp=2,tensor=2", jax.set_mesh),
+        ("qwen3_moe", "expert=2", contextlib.nullcontext),
+        ("qwen3_next", "fsdp=2,tensor=2", jax.set_mesh),
     ],
 )
 def test_on_a_mesh(folders, load, name, spec, scope):

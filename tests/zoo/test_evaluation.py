@@ -50,7 +50,7 @@ def test_log_likelihoods(model, tokenizer):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["qwen3-window-head", pytest.param("qwen3_next", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["qwen3-window-head", "qwen3_next"])
 def test_a_shared_beginning_is_read_once(load, name):
     """Choices after one question have the numbers that each has alone, whatever the layers keep of the question."""
     model, ids = load(name), tiny.TOKENS[0].tolist()

@@ -240,10 +240,14 @@ def run(model, tokens, experts=None):
     "name",
     [
         "qwen3_moe",
-        *map(
-            thorough,
-            ("deepseek2", "deepseek3", "gemma4", "gpt_oss", "granite4", "llama4-alternating", "mistral4", "qwen3_next"),
-        ),
+        "deepseek2",
+        "deepseek3",
+        "gemma4",
+        "gpt_oss",
+        "granite4",
+        "llama4-alternating",
+        "mistral4",
+        "qwen3_next",
     ],
 )
 def test_replayed_experts(load, name):

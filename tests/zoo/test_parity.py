@@ -57,13 +57,8 @@ def test_logits(load, name):
         assert error(logits[1, :30], golden[1, :30]) < 1e-4
 
 
-PARTED = ("qwen3-window-head", "llama4-lists-new", "deepseek3")  # windows, chunks, latents
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name", [*PARTED, *(pytest.param(name, marks=pytest.mark.thorough) for name in STACKS if name not in PARTED)]
-)
+@pytest.mark.parametrize("name", STACKS)
 def test_branches(load, name):
     """Branches that share their beginning have the logits of the whole texts; families with recurrences refuse them."""
     golden, model = GOLDEN[name], load(name)

@@ -151,8 +151,8 @@ def test_mtp_remembers(model_with_further):
 @pytest.mark.parametrize(
     "options, vocab",
     [
-        pytest.param(dict(temperature=1.0), 5, marks=pytest.mark.thorough),
-        pytest.param(dict(temperature=1.0), None, marks=pytest.mark.thorough),
+        (dict(temperature=1.0), 5),
+        (dict(temperature=1.0), None),
         (
             dict(
                 temperature=0.7,
@@ -164,8 +164,8 @@ def test_mtp_remembers(model_with_further):
             ),
             5,
         ),
-        pytest.param(dict(temperature=1.0), 4, marks=pytest.mark.thorough),
-        pytest.param(dict(temperature=1.0), 7, marks=pytest.mark.thorough),
+        (dict(temperature=1.0), 4),
+        (dict(temperature=1.0), 7),
     ],
 )
 def test_distribution(options, vocab):
