@@ -1,6 +1,6 @@
 """Checks the types and shapes of arguments and results while tests run, if JAXTYPING_DISABLE=0 is set.
 
-.ci/run sets it for the newest Python, whose tests reach every family, kernel and script. Elsewhere the checks would
+.ci/run sets it for the newest Python, whose tests reach every family and kernel. Elsewhere the checks would
 take a fifth of a run, most of which is tracing our functions.
 
 Modules that import jaxtyping are checked. Modules without shapes read files, records and options. pyright has checked
