@@ -12,7 +12,7 @@ import functools
 import importlib
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -112,6 +112,17 @@ def prefer(*names: str) -> AbstractContextManager[None]:
         if name not in known:
             raise ValueError(f"No operation has an implementation {name!r}; there are {', '.join(known)}.")
     return _preferred(names)
+
+
+def context() -> Hashable:
+    """Returns what a traced function depends on beside its arguments: preferences, and JAX's settings of numbers."""
+    return (
+        *_preferred.value,
+        device(),
+        jax.config.jax_default_matmul_precision,
+        jax.config.jax_enable_x64,
+        jax.config.jax_numpy_dtype_promotion,
+    )
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Choice]:

@@ -39,7 +39,7 @@ def over_cache(
     kv_tokens = cast(kv, k.shape[1], mask)
     mask = complete(mask, q_tokens, kv_tokens)
     # On a CPU, one product is faster than a loop over blocks if slots are few or the dtype is narrow.
-    at_once = device().platform == "cpu" and (k.shape[1] <= 128 or q.dtype != jnp.float32)
+    at_once = device().platform == "cpu" and (k.shape[1] <= 64 or q.dtype != jnp.float32)
     options = dict(first="reference" if at_once else None, v_dim=v_dim, scale=scale, softcap=softcap)
     attend = functools.partial(dispatch.run, "decode_attention", implementation, mask=mask, **options)
     return split_attention(attend, q, Stacked.of(k), of_v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)

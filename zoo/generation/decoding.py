@@ -31,8 +31,10 @@ from zoo.nn import rows
 from zoo.nn.cache import AbstractCache, partition_specs, split_over
 from zoo.nn.model import AbstractModel, Images
 from zoo.nn.moe import choices_of_each_token
+from zoo.nn.programs import in_programs
 from zoo.nn.routing import experts_of
 from zoo.nn.rows import HostArray
+from zoo.nn.scan import is_apart
 
 
 AT_ONCE = 8  # most rows that read together
@@ -249,7 +251,8 @@ def compiled(
 ) -> Callable[..., T]:
     """Compiles a function like `eqx.filter_jit`, but does not wait until its result is there.
 
-    So the host goes on while the device works.
+    So the host goes on while the device works. If the layers of a model lie apart (`zoo.nn.stack.apart`), they are
+    programs of their own.
 
     Args:
         function: takes trees, of which leaves that are no arrays are static, and returns a tree of arrays.
@@ -266,11 +269,15 @@ def compiled(
         given = compile_options(options) if options else None
         return jax.jit(run, static_argnums=0, donate_argnums=2 if donate else (), compiler_options=given)
 
+    cut = in_programs(run, free=1 if donate else None)
+
     @functools.wraps(function)
     def call(*args: Any) -> T:
         (first, second, *others), static = eqx.partition(args, lambda x: isinstance(x, jax.Array | np.ndarray))
         leaves, structure = jax.tree.flatten(static)
-        return with_options(device())((structure, tuple(leaves)), first, second, others)
+        of_layers = any(map(is_apart, jax.tree.leaves(first, is_leaf=is_apart)))
+        whole_or_cut = cut if of_layers else with_options(device())
+        return whole_or_cut((structure, tuple(leaves)), first, second, others)
 
     return call
 

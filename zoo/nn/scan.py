@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -19,6 +19,7 @@ from zoo.nn.block import AbstractBlock, Remat, Report, Shared, run_blocks
 from zoo.nn.cache import AbstractCache
 from zoo.nn.layers import AbstractReadInPlace, ExpertLinear
 from zoo.nn.pipeline import pipeline
+from zoo.nn.programs import own_program
 
 
 @jax.tree_util.register_dataclass
@@ -139,13 +140,24 @@ def _run_apart(
     reports, handed_on, own = [], {}, _by_repeat(own_inputs, repeats)
     for n in range(repeats):
         of_layer = lambda node, n=n: node.layers[n] if is_apart(node) else node
-        blocks = jax.tree.map(of_layer, period, is_leaf=is_apart)
+        blocks, static = eqx.partition(jax.tree.map(of_layer, period, is_leaf=is_apart), eqx.is_array)
         caches = tuple(eqx.tree_at(lambda c: c.layer, cache, jnp.asarray(n, jnp.int32)) for cache in caches)
         own_of_n = None if own is None else own[n]
-        x, caches, of_blocks, by_blocks = run_blocks(blocks, x, caches, at, own_of_n, shared, None, after)
+        x, caches, of_blocks, by_blocks = _repeat(static)(blocks, x, caches, at, own_of_n, shared, after)
         reports.append(of_blocks)
         handed_on = _once(by_blocks, repeats)
     return x, caches, jax.tree.map(lambda *each: jnp.stack(each), *reports), handed_on
+
+
+@functools.cache
+def _repeat(static: Any) -> Callable[..., Any]:
+    """Returns the function that runs a period of blocks with these static fields, as a program of its own."""
+
+    @own_program
+    def repeat(blocks: Any, x: Any, caches: Any, at: Any, own: Any, shared: Any, after: Any) -> Any:
+        return run_blocks(eqx.combine(blocks, static), x, caches, at, own, shared, None, after)
+
+    return repeat
 
 
 def _by_repeat(
