@@ -35,7 +35,7 @@ class Stacked:
     parts: tuple[int, ...] = dataclasses.field(default=(), metadata=dict(static=True))
     """The number of neighbouring features that share a scale, for each scale of a vector."""
     wide: Any = dataclasses.field(default=None, metadata=dict(static=True))
-    """The dtype in which the integers times their scales are read."""
+    """The dtype in which it is read, such as that of integers times their scales; None: that of `stack`."""
     table: Any = None  # int32 [batch, pages]; a number that is no page's may stand where nothing is to be read
     own: Any = None  # [...]; None: there is no gradient, or it is that of `stack`
 
@@ -61,7 +61,7 @@ class Stacked:
 
     @property
     def dtype(self) -> np.dtype:
-        return self.stack.dtype if self.scale is None else np.dtype(self.wide)
+        return self.stack.dtype if self.wide is None else np.dtype(self.wide)
 
     def read(self) -> Shaped[Array, "..."]:
         """Returns the layer's array. XLA's own products read it in place; a Pallas kernel, or pages, get a copy."""
@@ -84,9 +84,9 @@ class Stacked:
         return self.widened(of_pages(self.stack), None if self.scale is None else of_pages(self.scale))
 
     def widened(self, values: Shaped[Array, "*vectors dim"], scale: Any) -> Shaped[Array, "*vectors dim"]:
-        """Multiplies vectors of the stack by their scales, if they have any."""
+        """Multiplies vectors of the stack by their scales, if they have any, and casts them to `wide`."""
         if scale is None:
-            return values
+            return values if self.wide is None else values.astype(self.wide)
         scale = scale.reshape(*values.shape[:-1], len(self.parts))
         return (values.astype(scale.dtype) * jnp.repeat(scale, np.array(self.parts), axis=-1)).astype(self.wide)
 

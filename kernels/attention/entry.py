@@ -4,6 +4,7 @@
 `decode_attention`.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -34,15 +35,20 @@ def over_cache(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.decode_attention`; `kv` holds the positions of the cache's slots."""
     check(q, k, v)
-    of_v, v_dim = (None, v) if isinstance(v, int) else (Stacked.of(v), v.shape[3])
+    of_k, of_v, v_dim = Stacked.of(k), *((None, v) if isinstance(v, int) else (Stacked.of(v), v.shape[3]))
+    dtype, on_cpu = q.dtype, device().platform == "cpu"
+    if on_cpu and implementation is None and dtype.itemsize == 2:
+        # A CPU multiplies 16 bits by widening them, which XLA would do for all slots at once.
+        wide = lambda x: None if x is None else dataclasses.replace(x, wide=np.dtype(np.float32))
+        q, of_k, of_v = q.astype(jnp.float32), wide(of_k), wide(of_v)
     q_tokens = cast(at, q.shape[1], mask)
     kv_tokens = cast(kv, k.shape[1], mask)
     mask = complete(mask, q_tokens, kv_tokens)
-    # On a CPU, one product is faster than a loop over blocks if slots are few or the dtype is narrow.
-    at_once = device().platform == "cpu" and (k.shape[1] <= 64 or q.dtype != jnp.float32)
+    at_once = on_cpu and k.shape[1] <= 64  # one block, and so no loop
     options = dict(first="reference" if at_once else None, v_dim=v_dim, scale=scale, softcap=softcap)
     attend = functools.partial(dispatch.run, "decode_attention", implementation, mask=mask, **options)
-    return split_attention(attend, q, Stacked.of(k), of_v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
+    out = split_attention(attend, q, of_k, of_v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
+    return out.astype(dtype)
 
 
 def check(

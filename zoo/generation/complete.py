@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from zoo.generation.decoding import Record
 from zoo.generation.engine import Completion, Engine, check
 from zoo.generation.sampling import Sampling, SamplingOptions
-from zoo.generation.shapes import bucket
+from zoo.generation.shapes import rounded
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images
 
@@ -47,10 +47,11 @@ def complete(
         return []
     for n, prompt in enumerate(prompts):
         check(model, prompt, sampling.max_new_tokens, f"Prompt {n}")
+    longest = max(map(len, prompts)) + sampling.max_new_tokens
     engine = Engine(
         model,
-        batch=min(batch, len(prompts) * samples),
-        max_tokens=bucket(max(map(len, prompts))) + sampling.max_new_tokens,
+        batch=rounded(len(prompts) * samples, batch),
+        max_tokens=rounded(longest, model.config.max_position_embeddings),
         stops=stops,
         cache_dtype=cache_dtype,
         draft=draft,

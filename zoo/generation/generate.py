@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from zoo.generation.engine import Completion, Engine, check
 from zoo.generation.sampling import Sampling, SamplingOptions
-from zoo.generation.shapes import bucket
+from zoo.generation.shapes import rounded
 from zoo.generation.speculative import AbstractDraft
 from zoo.nn.model import AbstractModel, Images
 from zoo.text.messages import Messages, has_images
@@ -96,10 +96,11 @@ def generate(
         return []
     for n, row in enumerate(ids):
         check(model, row, sampling.max_new_tokens, f"Prompt {n}")
+    longest = max(map(len, ids)) + sampling.max_new_tokens
     engine = Engine(
         model,
-        batch=min(batch, len(ids)),
-        max_tokens=bucket(max(map(len, ids))) + sampling.max_new_tokens,
+        batch=rounded(len(ids), batch),
+        max_tokens=rounded(longest, model.config.max_position_embeddings),
         stops=tokenizer.eos,
         cache_dtype=cache_dtype,
         draft=draft,
@@ -142,7 +143,7 @@ def stream(
     sampling = sampling.changed(options)
     ids, images = encode(model, tokenizer, prompt)
     check(model, ids, sampling.max_new_tokens)
-    room = bucket(len(ids)) + sampling.max_new_tokens
+    room = rounded(len(ids) + sampling.max_new_tokens, model.config.max_position_embeddings)
     engine = Engine(
         model, batch=1, max_tokens=room, stops=tokenizer.eos, stride=1, cache_dtype=cache_dtype, draft=draft
     )

@@ -11,6 +11,12 @@ def bucket(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
+def rounded(size: int, most: int) -> int:
+    """Returns the next of 1, 2, 3, 4, 6, 8, 12, 16, ...: a few numbers, at most half as large again; or `most`."""
+    power = 1 << max(0, size - 1).bit_length()
+    return min(most, 3 * power // 4 if 4 * size <= 3 * power and power >= 4 else power)
+
+
 def filled(numbers: Sequence[int], count: int, other: int) -> Int[np.ndarray, " count"]:
     """Returns numbers as an array of `count`, with another number in the places of those that there are not."""
     return np.array([*numbers, *[other] * (count - len(numbers))], np.int32)

@@ -388,7 +388,8 @@ def init_cache(
     """Makes an empty cache of a model, for positions 0 to `length` - 1.
 
     `dtype` None is the model's own, and may be any of floating-point numbers: attention then casts a layer of the cache
-    to the model's at each call. "int8" keeps each vector in 8 bits (a head's key or value at a position; latent
+    to the model's at each call. On a CPU 16 bits are held as float32: to write one vector, XLA there converts all layers
+    to float32 and back. "int8" keeps each vector in 8 bits (a head's key or value at a position; latent
     attention's two vectors): `update` quantises as it writes, and attention reads integers and scales. Windows keep
     `widen` more positions than they see: a caller that takes so many tokens back (speculative decoding) still finds the
     keys that these overwrote. With `pages`, vectors lie in pages of so many `slots`, for which the caller sets tables.
@@ -404,7 +405,8 @@ def init_cache(
     if not known:
         raise ValueError(f"cache_dtype={dtype!r} is neither int8 nor a floating-point dtype such as bfloat16.")
     own = next((a.dtype for a in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))), jnp.dtype(jnp.float32))
-    caches = model.init_cache(batch, length, own if dtype is None or int8 else dtype)
+    held = own if dtype is None or int8 else jnp.dtype(dtype)
+    caches = model.init_cache(batch, length, jnp.float32 if device().platform == "cpu" and held.itemsize == 2 else held)
     caches = each(lambda cache: cache.widened(widen), caches)
     if pages is not None:
         caches = each(lambda cache: cache.paged(pages, slots, length), caches)
@@ -471,7 +473,10 @@ def _read(
     if isinstance(store, Int8Vectors):
         return Stacked(store.values, layer, store.scale, store.parts, np.dtype(dtype), table)
     found = Stacked(store, layer, table=table)
-    return found if store.dtype == dtype else Stacked.of(found.read().astype(dtype))  # attention takes one dtype
+    if store.dtype == dtype:
+        return found
+    found = dataclasses.replace(found, wide=np.dtype(dtype))  # attention takes one dtype
+    return found if device().platform == "cpu" else Stacked.of(found.read())  # kernels read what is stored
 
 
 def _as_stored(store: Array | Int8Vectors, new: Float[Array, "batch seq ..."]) -> Float[Array, "batch seq ..."]:

@@ -159,17 +159,27 @@ class _Piece(NamedTuple):
         """Returns the program, which may reuse the memory of some inputs: of those like which it has an output."""
         if self.loop is not None:
             return _loop(self.loop, may, device)
-        jaxpr, unchanged = self.traced.jaxpr, self.unchanged
-        outputs = [v for new, v in zip(self.results, jaxpr.outvars, strict=True) if new not in unchanged]
-        kinds = collections.Counter((v.aval.shape, v.aval.dtype) for v in outputs)
-        donated = []
-        for n, v in enumerate(jaxpr.invars):
-            if may[n] and kinds[kind := (v.aval.shape, v.aval.dtype)]:
-                kinds[kind] -= 1
-                donated.append(n)
-        compute = jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(outvars=outputs), self.traced.consts))
-        # Said here, since arrays that nobody has placed on a device would have a program of their own.
-        return jax.jit(compute, donate_argnums=donated, in_shardings=SingleDeviceSharding(device))
+        unchanged = self.unchanged
+        outputs = tuple(n for n, new in enumerate(self.results) if new not in unchanged)
+        return _compiled(self.traced, outputs, tuple(may), device)
+
+
+@functools.lru_cache(maxsize=MOST)
+def _compiled(
+    traced: ClosedJaxpr, outputs: Sequence[int], may: Sequence[bool], device: jax.Device
+) -> Callable[..., Sequence[Array]]:
+    """Returns the program of a traced function. Functions that call the same marked one share its program."""
+    jaxpr = traced.jaxpr
+    outvars = [jaxpr.outvars[n] for n in outputs]
+    kinds = collections.Counter((v.aval.shape, v.aval.dtype) for v in outvars)
+    donated = []
+    for n, v in enumerate(jaxpr.invars):
+        if may[n] and kinds[kind := (v.aval.shape, v.aval.dtype)]:
+            kinds[kind] -= 1
+            donated.append(n)
+    compute = jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(outvars=outvars), traced.consts))
+    # Its place is said, since arrays that nobody has placed would otherwise have a program of their own.
+    return jax.jit(compute, donate_argnums=donated, in_shardings=SingleDeviceSharding(device))
 
 
 def _loop(eqn: JaxprEqn, may: Sequence[bool], device: jax.Device) -> Callable[..., Sequence[Array]]:
