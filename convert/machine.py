@@ -1,8 +1,25 @@
-"""Paths to write to, which must be on this machine: object stores cannot replace, lock and hash files."""
+"""This machine: its free memory, and paths to write to. Object stores cannot replace, lock and hash files."""
 
 import os
 import pathlib
 import re
+
+
+MEMORY = pathlib.Path("/proc/meminfo")
+CONTAINER = pathlib.Path("/sys/fs/cgroup")  # version 2
+
+
+def free_memory() -> int | None:
+    """Returns the bytes of memory that a process may still take, by Linux and by its container; None: not known."""
+    free = []
+    if MEMORY.exists() and (found := re.search(r"^MemAvailable: +(\d+) kB$", MEMORY.read_text(), re.MULTILINE)):
+        free.append(1024 * int(found[1]))
+    try:
+        most, used = ((CONTAINER / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        free.append(int(most) - int(used))
+    except (OSError, ValueError):  # there is no container, or it has no limit ("max")
+        pass
+    return min(free, default=None)
 
 
 def path(name: str, value: str | os.PathLike[str]) -> pathlib.Path:

@@ -2,11 +2,13 @@
 
 import functools
 import json
+import logging
+import math
 import os
 import pathlib
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import equinox as eqx
@@ -21,6 +23,8 @@ import convert.files
 import convert.hub
 import convert.machine
 import convert.tensors
+from convert.packed import Packed
+from kernels.backends.device import device
 from zoo import registry
 from zoo.config import write as write_config
 from zoo.mesh import make_mesh
@@ -40,7 +44,7 @@ Named = str | os.PathLike[str] | Source  # a zoo name, a Hub repository "org/nam
 def load(
     source: Named,
     *,
-    dtype: DTypeLike | None = None,
+    dtype: DTypeLike | Literal["auto"] | None = None,
     mesh: Mesh | str | None = None,
     revision: str | None = None,
     quantize: Literal["int8", "fp8", "nf4", "stored"] | None = None,
@@ -56,7 +60,9 @@ def load(
         source: a zoo name, a Hub repository "org/name" (downloaded by huggingface_hub, which keeps a cache and reads
             HF_TOKEN and HF_HUB_OFFLINE), or a folder with config.json and safetensors; or one of these that was opened
             before, as a `Source`.
-        dtype: dtype of the floating point weights, such as "bfloat16"; None keeps the checkpoint's.
+        dtype: dtype of the floating point weights, such as "bfloat16"; None keeps the checkpoint's. "auto" keeps it,
+            too, but for 16 bits on a CPU: these become float32 if that takes at most half of the free memory, since a
+            CPU multiplies 16 bits in several times the time. A line of the logger "zoo" says so.
         mesh: a mesh, or its description for `zoo.make_mesh`, such as "fsdp=-1". Each weight is placed on its devices by
             the family's `partition_rules`, and each process reads only what its devices need.
         revision: branch, tag or commit of the repository.
@@ -83,7 +89,7 @@ def load(
         ValueError: if it is damaged, if weights of that name were never published, or if the config or a tensor is not
             one that the family implements; the message names it.
     """
-    if dtype is not None:
+    if dtype is not None and dtype != "auto":
         dtype = _float_dtype(dtype)
     if quantize not in (None, *QUANTIZE):
         raise ValueError(f"quantize={quantize!r} is none of {', '.join(QUANTIZE)}.")
@@ -95,6 +101,8 @@ def load(
     family, config = source.family, source.config
     tensors = source.tensors()
     checkpoint.check_sizes(config, tensors)
+    if dtype == "auto":
+        dtype = _fast_dtype(source.name, tensors)
     if verify:
         convert.tensors.verify_files(source.weights, slice(jax.process_index(), None, jax.process_count()))
     model = checkpoint.skeleton(family, config, parts)
@@ -288,6 +296,19 @@ def _opened(source: Named, revision: str | None, *, weights: bool = False, compa
     if revision is not None:
         raise ValueError(f"{source.name} was opened before: name its revision {revision!r} in Source.open.")
     return source
+
+
+def _fast_dtype(name: str, tensors: Mapping[str, convert.tensors.Tensor | Packed]) -> np.dtype | None:
+    """Returns the dtype that `load` calls "auto"; None: the checkpoint's."""
+    free, size = convert.machine.free_memory(), sum(4 * math.prod(tensor.shape) for tensor in tensors.values())
+    narrow = any(tensor.dtype.itemsize == 2 for tensor in tensors.values())
+    if device().platform != "cpu" or not narrow or free is None or 2 * size > free:
+        return None
+    logging.getLogger("zoo").warning(
+        "%s: its weights of 16 bits are held in float32, %.1f GB, with which a CPU computes several times as fast.",
+        name, size / 1e9,
+    )  # fmt: skip
+    return np.dtype(np.float32)
 
 
 def _float_dtype(dtype: Any) -> np.dtype:
