@@ -115,10 +115,11 @@ def prefer(*names: str) -> AbstractContextManager[None]:
 
 
 def context() -> Hashable:
-    """Returns what a traced function depends on beside its arguments: preferences, and JAX's settings of numbers."""
+    """Returns what a traced function depends on beside its arguments: preferences, the mesh, and JAX's settings."""
     return (
         *_preferred.value,
         device(),
+        jax.sharding.get_abstract_mesh(),
         jax.config.jax_default_matmul_precision,
         jax.config.jax_enable_x64,
         jax.config.jax_numpy_dtype_promotion,

@@ -9,12 +9,12 @@ import jax
 
 
 MOST_BYTES = 4 << 30
-SECONDS = 0.1  # a reply of a model on a CPU needs a dozen programs that each take half a second
+SECONDS = 0.02  # a reply of a model on a CPU needs some thirty programs, of which few take half a second
 CPU = pathlib.Path("/proc/cpuinfo")
 
 
 def keep_programs() -> None:
-    """Has JAX keep the programs that XLA compiles in a tenth of a second or more, for later processes.
+    """Has JAX keep the programs that XLA compiles in 20 milliseconds or more, for later processes.
 
     They lie in equinox-zoo/jax-KEY in XDG_CACHE_HOME or ~/.cache, at most 4 GiB; the least recently used ones are
     removed. KEY stands for the CPU, since XLA only warns when it loads a program of another CPU.

@@ -1,0 +1,158 @@
+"""Functions that run as several programs, and the decoding of large models on a CPU, which they are for."""
+
+import itertools
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.close import close
+from tests.zoo import tiny
+from tests.zoo.programs import thorough
+from zoo import surgery
+from zoo.generation.complete import complete
+from zoo.nn import programs, stack
+from zoo.nn.programs import in_programs, own_program
+
+
+WEIGHTS = np.random.default_rng(0).normal(size=(4, 3, 3)).astype(np.float32)
+
+
+@own_program
+def layer(weight, x, states, n):
+    """Changes the features and one of the states; hands the count on as it came."""
+    x = jnp.tanh(x @ weight)
+    return x, states.at[n].add(x), n
+
+
+def steps(static, weights, state):
+    """Runs layers in a loop whose end is known only as it runs, with equations before, between and after them."""
+    del static
+    scale = jnp.sum(weights[0] ** 2)
+
+    def body(carry):
+        n, x, states = carry
+        for k, weight in enumerate(weights):
+            x, states, _ = layer(weight, x, states, jnp.int32(k))
+        return n + 1, x / scale, states
+
+    n, x, states = jax.lax.while_loop(lambda c: (c[0] < 5) & (jnp.sum(c[1]) > 0), body, (jnp.int32(0), *state))
+    x, states, k = layer(weights[0], x, states, n)
+    return {"x": x + 1, "states": states, "count": (n, k), "weights": weights[1], "constant": jnp.ones(2)}
+
+
+def inputs():
+    return list(WEIGHTS), (jnp.ones((1, 3)), jnp.zeros((6, 1, 3)))
+
+
+def test_a_function_in_programs_is_the_function():
+    whole, cut = jax.jit(steps, static_argnums=0), in_programs(steps, free=1)
+    for _ in range(2):
+        want, found = whole("name", *inputs()), cut("name", *map(jax.device_put, inputs()))
+        assert jax.tree.structure(want) == jax.tree.structure(found)
+        assert int(found["count"][0]) == int(want["count"][0]) > 0
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            close(ours, theirs, terms=30)
+
+
+def test_marked_calls_are_one_program(monkeypatch):
+    compiled, jit = [], jax.jit
+    monkeypatch.setattr(programs.jax, "jit", lambda *args, **options: compiled.append(options) or jit(*args, **options))
+    programs._compiled.cache_clear()
+    in_programs(steps, free=1)("name", *map(jax.device_put, inputs()))
+    # The trace; the loop's condition; before the loop, its body's end, after it; a layer in the body, and one behind.
+    assert len([each for each in compiled if "in_shardings" in each]) <= 6
+
+
+def test_memory_is_reused_where_nothing_else_needs_it():
+    weights, state = map(jax.device_put, inputs())
+    found = in_programs(steps, free=1)("name", weights, state)
+    assert state[1].is_deleted() and not any(weight.is_deleted() for weight in weights)
+    again = in_programs(steps, free=None)("name", weights, (state := jax.device_put(inputs()[1])))
+    assert not any(x.is_deleted() for x in state)
+    assert np.array_equal(found["states"], again["states"])
+
+
+def test_settings_have_programs_of_their_own():
+    product = in_programs(lambda _, x: own_program(lambda x: x @ x)(x), free=None)
+    x = jax.device_put(WEIGHTS[0])
+    narrow = product(None, x)
+    with jax.default_matmul_precision("bfloat16"):
+        assert "bfloat16" in str(jax.make_jaxpr(lambda x: x @ x)(x)).lower()
+        product(None, x)
+    with jax.numpy_dtype_promotion("strict"):
+        assert np.array_equal(product(None, x), narrow)
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Lets the layers of every model lie apart, as those of large ones do."""
+    monkeypatch.setattr(stack, "CACHED", 0)
+
+
+def bytes_of_a_step(model, **options):
+    """Returns the bytes that the programs of one decode step access, as XLA counts them."""
+    counted, make = [], programs._compiled
+
+    def spied(*args):
+        program = make(*args)
+
+        def call(*arrays):
+            counted.append(program.lower(*arrays).compile().cost_analysis()["bytes accessed"])
+            return program(*arrays)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "_compiled", spied)
+        engine = zoo.Engine(model, batch=2, stride=1, **options)
+        engine.submit([1, 2, 3, 4, 5], zoo.Sampling(max_new_tokens=8))
+        engine.step()
+        counted.clear()
+        engine.step()
+    return sum(counted)
+
+
+DTYPES = "float32", "bfloat16", "float16"
+KINDS = "qwen3-window-head", "deepseek3", "gpt_oss", "kimi_linear", "lfm2-new", "nemotron_h-mlp-new", "qwen3_next-dense-new"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "cache_dtype"),
+    [("qwen3-window-head", dtype, cache) for dtype in DTYPES for cache in (None, "int8")]
+    + [thorough(name, "bfloat16", cache) for name in KINDS[1:] for cache in (None, "int8")],
+)
+def test_a_step_reads_no_more_of_a_larger_cache(load, apart, name, dtype, cache_dtype):
+    """A decode step's bytes do not grow with the memory that its texts do not use."""
+    model = load(name, dtype=dtype)
+    small, large = (
+        bytes_of_a_step(model, max_tokens=128, cache_tokens=tokens, cache_dtype=cache_dtype) for tokens in (128, 65536)
+    )
+    assert large < 1.01 * small
+
+
+@pytest.mark.parametrize("dtype", ["float32", thorough("bfloat16")])
+def test_a_step_reads_weights_once(dtype):
+    """A decode step's bytes are those of weights and of the cache that is used, and at most half as many more."""
+    config = zoo.qwen3.Config(512, 512, 1536, 6, 8, 4, 64, 4096, 1)
+    model = zoo.init(config, key=jax.random.key(0))
+    assert stack.apart(model) is not model
+    weights = sum(a.nbytes for a in jax.tree.leaves(model)) - model.embed_tokens.weight.nbytes
+    assert bytes_of_a_step(surgery.cast(model, dtype), max_tokens=4096) < 1.5 * weights
+
+
+def test_calls_of_other_lengths_compile_nothing(load, apart, monkeypatch):
+    model, prompts = load("qwen3-window-head"), [list(map(int, row)) for row in tiny.TOKENS[:3]]
+    complete(model, [prompts[0][:9]], max_new_tokens=20, batch=2)
+    complete(model, [prompt[:9] for prompt in prompts], max_new_tokens=20, batch=2)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    for length, new in itertools.product((3, 8, 12), (13, 20)):
+        complete(model, [prompts[0][:length]], max_new_tokens=new, batch=2)
+        complete(model, [prompt[:length] for prompt in prompts], max_new_tokens=new, batch=2)
+    assert not compiled
