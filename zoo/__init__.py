@@ -67,6 +67,7 @@ for _name in ("TPU_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL"):  # libtpu reads thes
 for _name in ("kernels", "convert"):  # not train: zoo does not import it
     _import_own(_name)
 
+from kernels.backends.program_cache import keep_programs
 from zoo import lora, surgery
 from zoo.activations import capture
 from zoo.evaluation import evaluate
@@ -144,6 +145,7 @@ __all__ = [
     "generate",
     "init",
     "inspect",
+    "keep_programs",
     "load",
     "lora",
     "make_mesh",

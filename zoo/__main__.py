@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import tyro
 
 import zoo
-from kernels.backends.program_cache import keep_programs
 from zoo import evaluation, lora
 from zoo.chat import LoadOptions, chat
 from zoo.orbax import to_hub, to_orbax
@@ -99,7 +98,7 @@ def merge(
 
 
 if __name__ == "__main__":
-    keep_programs()
+    zoo.keep_programs()
     try:
         tyro.extras.subcommand_cli_from_dict(
             {

@@ -231,19 +231,23 @@ def test_a_cache_of_another_dtype(kind):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", jnp.float32])
-def test_dtypes_of_caches(dtype):
+def test_dtypes_of_caches(dtype, monkeypatch):
+    """A CPU holds 16 bits in float32."""
     init = lambda model: zoo.nn.cache.init_cache(model, 1, 8, dtype)
     config = zoo.config("qwen3-0.6b")
     model = eqx.filter_eval_shape(lambda: zoo.qwen3.Model(config, key=jax.random.key(0)))
-    kept = [x.dtype for x in jax.tree.leaves(eqx.filter_eval_shape(init, model)) if x.ndim]
-    assert kept == [jnp.dtype(dtype)] * 2
+    kept = lambda: [x.dtype for x in jax.tree.leaves(eqx.filter_eval_shape(init, model)) if x.ndim]
+    assert kept() == [jnp.float32] * 2
+    monkeypatch.setattr(zoo.nn.cache, "device", lambda: Device("gpu", "NVIDIA H200"))
+    assert kept() == [jnp.dtype(dtype)] * 2
     for wrong in ("int4", "bf16", jnp.int32):
         with pytest.raises(ValueError, match=r"cache_dtype=.* is neither int8 nor a floating-point dtype such as bfl"):
             zoo.nn.cache.init_cache(model, 1, 8, wrong)
 
 
-def test_int8_of_a_real_head():
+def test_int8_of_a_real_head(monkeypatch):
     """128 bfloat16 features, as in real models, take 132 bytes of int8 with one scale, instead of 256."""
+    monkeypatch.setattr(zoo.nn.cache, "device", lambda: Device("gpu", "NVIDIA H200"))
     config = zoo.config("qwen3-0.6b")
     model = eqx.filter_eval_shape(lambda: zoo.qwen3.Model(config, key=jax.random.key(0)))
     size = lambda dtype: sum(
