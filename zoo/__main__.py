@@ -4,11 +4,13 @@
 import pathlib
 import shutil
 import sys
+import traceback
 from typing import Annotated, Literal
 
 import tyro
 
 import zoo
+from kernels.backends.errors import out_of_jax, show_all_frames
 from zoo import evaluation, lora
 from zoo.chat import LoadOptions, chat
 from zoo.orbax import to_hub, to_orbax
@@ -99,6 +101,7 @@ def merge(
 
 if __name__ == "__main__":
     zoo.keep_programs()
+    show_all_frames()
     try:
         tyro.extras.subcommand_cli_from_dict(
             {
@@ -114,4 +117,7 @@ if __name__ == "__main__":
             description=__doc__,
         )
     except (ValueError, OSError, ImportError) as error:
+        if refused := out_of_jax(error):
+            traceback.print_exc()
+            raise SystemExit(f"{refused}. Please report it with the traceback above.") from None
         raise SystemExit(f"{type(error).__name__}: {error}") from error

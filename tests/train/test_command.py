@@ -1,16 +1,24 @@
 """The command `zoo` forwards to the modules."""
 
+import dataclasses
 import pathlib
 import re
 import runpy
 import subprocess
 import sys
 import tomllib
+from typing import ClassVar
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+import zoo
 from train import __main__ as command
 from train import completion
+from train.base.command import CommandOptions
+from train.base.command import command as command_line
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -70,3 +78,41 @@ def test_completion(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(completion, "COMMANDS", {})
     completion.main("zsh")
     assert capsys.readouterr().out.startswith("autoload")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(CommandOptions):
+    name: ClassVar[str] = "test"
+    out: pathlib.Path
+    """Folder."""
+
+
+def rank_of_another(_):
+    place = NamedSharding(jax.make_mesh((1,), ("a",)), PartitionSpec(None, "a"))
+    jax.device_put(np.ones(3), place)
+
+
+def within_jit(_):
+    jax.jit(lambda x: x @ np.ones((5, 5)))(np.ones((2, 3)))
+
+
+def ours(_):
+    zoo.make_mesh("nonsense=1")
+
+
+@pytest.mark.parametrize("main", [rank_of_another, within_jit, ours])
+def test_errors_out_of_jax_are_no_sentence_of_ours(main, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["test", "--out", str(tmp_path)])
+    filtering = jax.config.jax_traceback_filtering
+    try:
+        with pytest.raises(SystemExit) as end:
+            command_line(main, Options)
+    finally:
+        jax.config.update("jax_traceback_filtering", filtering)
+    file = tmp_path / "error-0.txt"
+    if main is ours:
+        assert str(end.value).startswith("ValueError: ") and "nonsense" in str(end.value) and not file.exists()
+    else:
+        assert f"tests/train/test_command.py, {main.__name__}" in str(end.value) and str(file) in str(end.value)
+        assert "--mesh fsdp=1" in str(end.value) and f"in {main.__name__}\n" in file.read_text()
+        assert not capsys.readouterr().err
