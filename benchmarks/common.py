@@ -35,6 +35,11 @@ QWEN3_600M: dict[str, Any] = dict(
     num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1e6,
     tie_word_embeddings=True,
 )  # fmt: skip
+SMOLLM2_135M: dict[str, Any] = dict(
+    model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+    num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192, rope_theta=1e5, rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+)  # fmt: skip
 
 
 class Contestant:

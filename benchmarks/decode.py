@@ -3,8 +3,9 @@ llama.cpp where `pip install llama-cpp-python gguf` has been run.
 
     python -m benchmarks.decode --help
 
-All continue the same prompts with the same float32 weights. zoo and transformers must generate the same tokens;
-llama.cpp multiplies in another way, and random weights have logits that are nearly equal. A static batch waits for its
+All continue the same prompts with the same weights. In float32 zoo and transformers must generate the same tokens. With
+--dtype bfloat16 the checkpoint has 16 bits, which zoo widens as it loads them (dtype="auto"), and logits are rounded in
+other places; llama.cpp multiplies in another way, and random weights have logits that are nearly equal. A static batch waits for its
 longest sequence. Where a text has several turns, the engine and llama.cpp read only what is new, and the
 others the whole text.
 """
@@ -22,6 +23,7 @@ from benchmarks import in_llama
 from benchmarks.common import (
     QWEN3_600M,
     REFERENCE,
+    SMOLLM2_135M,
     Contestant,
     alternate,
     import_transformers,
@@ -54,7 +56,7 @@ class Case:
 def zoo_engine(folder: str, case: Case) -> Generate:
     import zoo
 
-    model = zoo.load(folder)
+    model = zoo.load(folder, dtype="auto")
 
     def generate() -> list[list[int]]:
         engine = zoo.Engine(model, batch=case.batch, max_tokens=case.room, prefixes=True)
@@ -100,7 +102,7 @@ def by_turns(case: Case, generate: Callable[[Work], list[list[int]]]) -> Generat
 def zoo_batches(folder: str, case: Case) -> Generate:
     import zoo
 
-    model = zoo.load(folder)
+    model = zoo.load(folder, dtype="auto")
 
     def generate(work: Work) -> list[list[int]]:
         texts = []
@@ -116,7 +118,7 @@ def zoo_batches(folder: str, case: Case) -> Generate:
 def transformers_batches(folder: str, case: Case, cache: str | None = None) -> Generate:
     import torch
 
-    model = import_transformers().Qwen3ForCausalLM.from_pretrained(folder).eval()
+    model = import_transformers().AutoModelForCausalLM.from_pretrained(folder).eval()
 
     def generate(work: Work) -> list[list[int]]:
         texts = []
@@ -141,7 +143,7 @@ def transformers_static(folder: str, case: Case) -> Generate:
 
 def transformers_continuous(folder: str, case: Case) -> Generate:
     transformers = import_transformers()
-    model = transformers.Qwen3ForCausalLM.from_pretrained(folder).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     page = 64
     blocks = case.batch * -(-case.room // page)
     options = dict(
@@ -175,7 +177,7 @@ def batches(work: Work, batch: int) -> list[Work]:
     return [work[at : at + batch] for at in range(0, len(work), batch)]
 
 
-MODELS = {"34m": REFERENCE, "qwen3-0.6b": QWEN3_600M}
+MODELS = {"34m": REFERENCE, "smollm2-135m": SMOLLM2_135M, "qwen3-0.6b": QWEN3_600M}
 FIXED = ("zoo", "transformers")
 BUILDS = {
     "zoo": zoo_engine,
@@ -197,12 +199,13 @@ def main(
     batch: int = 8,
     prompt: int = 64,
     new: int = 128,
-    model: Literal["34m", "qwen3-0.6b"] = "34m",
+    model: Literal["34m", "smollm2-135m", "qwen3-0.6b"] = "34m",
+    dtype: Literal["float32", "bfloat16"] = "float32",
     rounds: int = 7,
     only: tuple[str, ...] = ("*",),
     by: tuple[str, ...] = ("*",),
 ) -> None:
-    """Measures tokens per second over all sequences, for a Qwen3; prefill is part of the time.
+    """Measures tokens per second over all sequences, for a Qwen3 or a Llama; prefill is part of the time.
 
     Args:
         equal: batch sizes for sequences of one length; each is measured by itself.
@@ -214,7 +217,8 @@ def main(
         batch: number of the sequences of "ragged" that are decoded at once.
         prompt: tokens of a prompt.
         new: tokens to generate.
-        model: sizes of the model: 33.6 million parameters, or those of Qwen3-0.6B; weights are random and in float32.
+        model: sizes of the model: 33.6 million parameters, or those of SmolLM2-135M or Qwen3-0.6B; weights are random.
+        dtype: of the checkpoint's weights. llama.cpp takes float32.
         rounds: rounds in which all take turns, after a first call each.
         only: cases whose names one of these patterns matches.
         by: contestants whose names one of these patterns matches, beside "zoo" and "transformers".
@@ -230,7 +234,7 @@ def main(
     cases["turns"] = Case([[(some(prompt), max(1, new // 4)) for _ in range(5)] for _ in range(talks)], talks)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(folder, config)
+        write_checkpoint(folder, config, dtype=dtype)
         for name, case in ((name, case) for name, case in cases.items() if case.texts and matches(name, only)):
             builds = {who: build for who, build in BUILDS.items() if who in FIXED or matches(who, by)}
             with contextlib.ExitStack() as running:
@@ -243,7 +247,7 @@ def main(
                     who: np.mean([a != b for a, b in zip(turn["outputs"][0], wanted, strict=True)])
                     for who, turn in first.items()
                 }
-                if any(share for who, share in differ.items() if who != "llama.cpp"):
+                if dtype == "float32" and any(share for who, share in differ.items() if who != "llama.cpp"):
                     raise RuntimeError(f"The contestants wrote different tokens: {differ}.")
                 taken = alternate({who: contestant.turn for who, contestant in contestants.items()}, rounds)
             tokens = sum(new for text in case.texts for _, new in text)
@@ -260,9 +264,10 @@ def main(
                 }
     settings = dict(
         config=config, equal=equal, ragged=ragged, shared=shared, talks=talks, batch=batch, prompt=prompt, new=new,
-        rounds=rounds,
+        dtype=dtype, rounds=rounds,
     )  # fmt: skip
-    report("decode" if model == "34m" else f"decode-{model}", "cpu", settings, results)
+    name = "-".join(["decode", *[model][: model != "34m"], *[dtype][: dtype != "float32"]])
+    report(name, "cpu", settings, results)
 
 
 if __name__ == "__main__":

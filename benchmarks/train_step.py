@@ -16,7 +16,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.common import REFERENCE, Contestant, alternate, import_transformers, ratios, report, write_checkpoint
+from benchmarks.common import (
+    REFERENCE,
+    SMOLLM2_135M,
+    Contestant,
+    alternate,
+    import_transformers,
+    ratios,
+    report,
+    write_checkpoint,
+)
 
 
 LEARNING_RATE = 1e-3
@@ -30,6 +39,7 @@ SIZES: dict[str, Any] = {k: v for k, v in REFERENCE.items() if k != "model_type"
 PATCH, SIDE, IMAGE_TOKENS, IMAGE = 14, 16, 64, 8000  # pixels, patches along a side, tokens of an image, and their id
 MODELS: dict[str, dict[str, Any]] = {
     "dense": REFERENCE,
+    "smollm2-135m": SMOLLM2_135M,
     # 67 million parameters, 29 million for each token.
     "mixture": SIZES | dict(
         model_type="qwen3_moe", num_experts=16, num_experts_per_tok=4, moe_intermediate_size=384, norm_topk_prob=True,
@@ -172,28 +182,30 @@ def torch_step(folder: str, tokens: np.ndarray, compiled: bool) -> Callable[[], 
 def main(
     batch: int = 2,
     seq: int = 512,
-    layers: int = 8,
+    layers: int | None = None,
     rounds: int = 9,
     steps: int = 3,
     starts: int = 3,
     compiled: bool = True,
     lora: int = 0,
-    model: Literal["dense", "mixture", "hybrid", "vision"] = "dense",
+    model: Literal["dense", "smollm2-135m", "mixture", "hybrid", "vision"] = "dense",
 ) -> None:
     """Measures seconds of a training step, seconds to the first, and memory, of a small model.
 
     Args:
         batch: sequences in a batch.
         seq: tokens of a sequence.
-        layers: layers of the model.
+        layers: layers of the model. None: 8, and those of SmolLM2-135M.
         rounds: rounds in which all take turns.
         steps: steps in each turn.
         starts: fresh processes of each, for the time to the first step.
         compiled: includes torch.compile, which needs a C++ compiler and starts slowly.
         lora: rank of adapters on all linear layers, the only weights that are trained; 0: all weights are.
-        model: a Qwen3, a mixture of Qwen3, a hybrid (Qwen3.5), or Gemma 3 with an image in each row.
+        model: a Qwen3, the sizes of SmolLM2-135M, a mixture of Qwen3, a hybrid (Qwen3.5), or Gemma 3 with an image in
+            each row.
     """
     tokens = np.random.default_rng(0).integers(IMAGE, size=(batch, seq + 1), dtype=np.int32)
+    layers = layers or MODELS[model].get("num_hidden_layers", 8)
     config = MODELS[model] | dict(num_hidden_layers=layers)
     if model == "vision":
         tokens[:, 1 : 1 + IMAGE_TOKENS] = IMAGE
