@@ -277,12 +277,13 @@ class _Findings:
         Raises:
             ValueError: there are problems; it names all.
         """
-        for name in self.ignore:
+        dropped = {*self.skipped, *self.ignored}
+        for name in filter(self._has, self.ignore):
             key = name.partition(".")[2] if name.startswith(OBJECTS) else name
-            if self._has(name) and not {name, key} & {*self.skipped, *self.ignored, *self.family.implied, *NOT_CARRIED}:
-                if not is_ignorable(key):
-                    reads = f"which {self.family.name} reads: without it, the model would be another."
-                    self.add(f" has {name!r}, a key to ignore, {reads}")
+            without_effect = is_ignorable(key) or key in self.family.implied or key == "auto_map"
+            if name not in dropped and not without_effect:
+                reads = f"which {self.family.name} reads: without it, the model would be another."
+                self.add(f" has {name!r}, a key to ignore, {reads}")
         if self.problems:
             raise ValueError(self.where + self._sentence())
         unread = f"skipped, since transformers {known_keys()['transformers']} does not read them"

@@ -7,8 +7,8 @@ For each model_type that a family reads, and for the types of the parts of its f
   and any string there that could be a key, since a key may be asked for by a variable;
 - what transformers' code for all models asks a config for: "shared".
 
-So a key may be listed that has no effect, and then is refused where it could be skipped. The opposite would be an error:
-`tests/zoo/test_known_keys.py` runs transformers' models and records what they ask for.
+A key may be listed that has no effect, and then is refused where it could be skipped. The opposite would be an error:
+`tests/zoo/test_known_keys.py` runs transformers' models, and records which keys they ask for.
 """
 
 import ast
@@ -44,7 +44,7 @@ OTHERS = {
     "assistant_generation_config", "load_config", "kernel_config", "adapter_config", "dtype_config",
     "continuous_batching_config", "distributed_config", "from_config", "vptq_config",
 }  # fmt: skip
-# Asked for by names that are put together: f"{modality}_token_id", f"output_{k}" and the like.
+# Keys whose names are put together, as f"{modality}_token_id".
 PUT_TOGETHER = {"image_token_id", "video_token_id", "audio_token_id", "output_attentions", "output_hidden_states"}
 
 
@@ -93,10 +93,10 @@ def _tree(path: pathlib.Path) -> ast.Module:
 
 def shared() -> set[str]:
     """Returns the keys that the code for all models asks for, the base class of configs included."""
-    names = lambda path: set(path.relative_to(ROOT).parts)
-    files = [path for path in ROOT.rglob("*.py") if not names(path) & ELSEWHERE and not path.name.startswith(BEGINNINGS)]
+    computes = lambda path: not ({*path.relative_to(ROOT).parts} & ELSEWHERE or path.name.startswith(BEGINNINGS))
+    files = [path for path in ROOT.rglob("*.py") if computes(path)]
     files.remove(ROOT / "generation" / "configuration_utils.py")
-    files += [ROOT / "models" / "auto" / f"{file}.py" for file in ("auto_factory", "configuration_auto", "modeling_auto")]
+    files += [ROOT / "models" / "auto" / f"{name}_auto.py" for name in ("configuration", "modeling")]
     return PUT_TOGETHER.union(_public(PreTrainedConfig), *(asked(path, own=False) for path in files))
 
 

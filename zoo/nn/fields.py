@@ -33,8 +33,8 @@ DROPOUT = re.compile(r".*(dropout|dropout_prob|pdrop)")  # nor do these: dropout
 # Numbers that may be 0, and upper bounds of integers. All other numbers must be above 0, and integers below 2**31.
 MAY_BE_ZERO = {
     "attention_factor", "attn_scale", "first_k_dense_replace", "head_dim", "hidden_size_per_layer_input",
-    "interleave_moe_layer_step", "layer_norm_epsilon", "max_window_layers", "mscale", "mscale_all_dim",
-    "mtp_num_hidden_layers", "num_dense_layers", "num_nextn_predict_layers", "rms_norm_eps",
+    "interleave_moe_layer_step", "layer_norm_epsilon", "llama_4_scaling_beta", "max_window_layers", "mscale",
+    "mscale_all_dim", "mtp_num_hidden_layers", "num_dense_layers", "num_nextn_predict_layers", "rms_norm_eps",
 }  # fmt: skip
 
 MOST = {"num_hidden_layers": 100_000, "n_layer": 100_000}
@@ -163,7 +163,8 @@ def fill_layers(config: AbstractConfig, key: str, usual: Callable[[int], Any]) -
 def text_config(hub: Mapping[str, Any], beside: Collection[str]) -> dict[str, Any]:
     """Extract the text model's part of a multimodal config.json.
 
-    `beside` lists keys outside of `text_config` that do not affect the text model.
+    `beside` lists keys outside of `text_config` that do not affect the text model. The `architectures` inside, which
+    transformers does not read, may be the whole model's, and are left out.
 
     Raises:
         KeyProblem: naming an unknown key outside of `text_config`.
@@ -172,4 +173,5 @@ def text_config(hub: Mapping[str, Any], beside: Collection[str]) -> dict[str, An
     if unknown := sorted(outer.keys() - set(beside) - NOT_THE_MODEL - NOT_CARRIED):
         says = f"{unknown[0]!r} beside text_config; whether that changes the text is not known here."
         raise KeyProblem(f"config.json has {says}", unknown[0], "unknown")
-    return dict(hub["text_config"]) | {key: value for key, value in outer.items() if key not in beside}
+    text = {key: value for key, value in hub["text_config"].items() if key != "architectures"}
+    return text | {key: value for key, value in outer.items() if key not in beside}
