@@ -26,7 +26,7 @@ from zoo.nn.rope import RopeScaling
 # Reading
 # ======================================================================================================================
 
-OBJECTS = "quantization_config", "rope_parameters", "rope_scaling", "text_config", "vision_config"
+OBJECTS = "per_layer_config", "quantization_config", "rope_parameters", "rope_scaling", "text_config", "vision_config"
 # Key -> the key whose value it has if it is null. Any other null means the same as a missing key, unless None is a
 # value of the field.
 NULLS = {"num_key_value_heads": "num_attention_heads"}
