@@ -44,8 +44,12 @@ OTHERS = {
     "assistant_generation_config", "load_config", "kernel_config", "adapter_config", "dtype_config",
     "continuous_batching_config", "distributed_config", "from_config", "vptq_config",
 }  # fmt: skip
-# Keys whose names are put together, as f"{modality}_token_id".
-PUT_TOGETHER = {"image_token_id", "video_token_id", "audio_token_id", "output_attentions", "output_hidden_states"}
+# Asked for by a variable: names that are put together, and lists of names.
+BY_VARIABLE = {
+    "_rope_type_labels", "audio_encoder", "audio_token_id", "decoder", "encoder", "generator", "image_token_id",
+    "output_attentions", "output_cross_attentions", "output_hidden_states", "text_encoder", "video_token_id",
+    "vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy",
+}  # fmt: skip
 
 
 def name_of(node: ast.expr) -> str:
@@ -97,7 +101,7 @@ def shared() -> set[str]:
     files = [path for path in ROOT.rglob("*.py") if computes(path)]
     files.remove(ROOT / "generation" / "configuration_utils.py")
     files += [ROOT / "models" / "auto" / f"{name}_auto.py" for name in ("configuration", "modeling")]
-    return PUT_TOGETHER.union(_public(PreTrainedConfig), *(asked(path, own=False) for path in files))
+    return BY_VARIABLE.union(_attributes(PreTrainedConfig), *(asked(path, own=False) for path in files))
 
 
 def files_of(kind: type[PreTrainedConfig]) -> set[pathlib.Path]:
@@ -118,7 +122,7 @@ def files_of(kind: type[PreTrainedConfig]) -> set[pathlib.Path]:
 
 def keys_of(kind: type[PreTrainedConfig]) -> set[str]:
     """Returns the keys that a config class and the models of its file read."""
-    declared = {*_public(kind), *kind.attribute_map, *kind.attribute_map.values()}
+    declared = {*_attributes(kind), *kind.attribute_map, *kind.attribute_map.values()}
     declared |= {field.name for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
     return declared.union(*(asked(path, own=True) for path in files_of(kind)))
 
@@ -152,13 +156,13 @@ def known_keys() -> dict[str, Any]:
     }
 
 
-def _public(kind: type) -> set[str]:
-    return {name for name in dir(kind) if not name.startswith("_")}
+def _attributes(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("__")}
 
 
 def _words(keys: set[str]) -> str:
     """Returns keys as the file has them; names of classes and the like are none."""
-    return " ".join(sorted(key for key in keys if re.fullmatch("[a-z_][a-z0-9_.]*[a-z0-9]", key)))
+    return " ".join(sorted(key for key in keys if re.fullmatch("[a-z_][A-Za-z0-9_.]*", key)))
 
 
 if __name__ == "__main__":
