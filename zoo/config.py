@@ -287,6 +287,8 @@ class _Findings:
         if self.problems:
             raise ValueError(self.where + self._sentence())
         unread = f"skipped, since transformers {known_keys()['transformers']} does not read them"
+        if "auto_map" in self.hub:
+            unread += " (the repository's own code, which is not run, might)"
         reasons = {unread: self.skipped, "ignored, as asked": self.ignored}
         if said := [f"{reason}: {', '.join(sorted(keys))}" for reason, keys in reasons.items() if keys]:
             logging.getLogger("zoo").warning("%s: %s", self.where, "; ".join(said))

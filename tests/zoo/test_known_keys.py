@@ -71,6 +71,12 @@ def test_leftovers_are_skipped_with_one_warning(name, more, caplog):
     assert record.getMessage().endswith(f" does not read them: {', '.join(sorted(more))}")
 
 
+def test_keys_that_the_code_of_a_repository_may_read(caplog):
+    config_of(tiny.CONFIGS["llama"] | {"k_codes": 50, "auto_map": {"AutoModelForCausalLM": "modeling.Model"}})
+    (record,) = caplog.records
+    assert record.getMessage().endswith("read them (the repository's own code, which is not run, might): k_codes")
+
+
 @pytest.mark.parametrize("name", sorted(tiny.CONFIGS))
 def test_keys_that_transformers_reads_are_not_skipped(name, caplog):
     """With a nonsensical value of each the file is refused, unless the family knows the key as one without effect."""
