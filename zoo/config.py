@@ -228,7 +228,7 @@ def known_keys() -> dict[str, Any]:
 
 
 class _Findings:
-    """What is wrong with one config.json, and which of its keys are skipped."""
+    """Problems of one config.json, and its keys that are skipped."""
 
     def __init__(self, family: Family, where: str, hub: Mapping[str, Any], ignore: Collection[str]):
         """Take the file's family, name and content, and the keys to ignore."""
