@@ -38,7 +38,6 @@ from zoo.mesh import make_mesh
 from zoo.nn.heads import ClassificationHead, pool
 from zoo.nn.model import AbstractModel
 from zoo.nn.stack import Reports
-from zoo.source import Source
 from zoo.text.questions import KINDS, Settings
 from zoo.text.tokenizer import Tokenizer
 from zoo.weights.heads import has_several_labels, is_classifier, labels_in
@@ -153,7 +152,7 @@ def main(o: ClassifyOptions) -> None:
     if o.validation.tasks.eval_tasks:
         raise ValueError("--eval-tasks asks a language model, and a classifier writes nothing; leave it out.")
     mesh = make_mesh(o.step.mesh)
-    model = Source.open(o.model, o.revision)
+    model = o.source.open(o.model, o.revision)
     tokenizer, config = zoo.tokenizer(model, **o.chat.arguments), model.config
     o = finetune.resolve(o, config, width_lr=width_lr(o.lora))
     stated = model.config_json.get("pad_token_id")

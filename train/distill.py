@@ -148,7 +148,7 @@ def main(o: DistillOptions) -> None:
         raise ValueError("--top-k is for --store and --on-policy; without them all logits are compared.")
     mesh = make_mesh(o.step.mesh)
     o.refuse_vision("stored logits have no images")
-    model, larger = Source.open(o.model, o.revision), Source.open(o.teacher[0]) if o.teacher else None
+    model, larger = o.source.open(o.model, o.revision), o.source.open(o.teacher[0]) if o.teacher else None
     tokenizer, config = zoo.tokenizer(model, **o.chat.arguments), model.config
     o = finetune.resolve(o.changed(beta=o.beta or 0.0), config, width_lr=width_lr(o.lora))
     if larger and (vocab := larger.config.vocab_size) != config.vocab_size:
@@ -211,7 +211,7 @@ def learn_on_policy(o: DistillOptions) -> None:
             raise ValueError(f"--{name} does not go with --on-policy, whose completions are the model's; leave it out.")
     mesh = make_mesh(o.step.mesh)
     o.refuse_vision("teachers of completions read text alone")
-    model = Source.open(o.model, o.revision)
+    model = o.source.open(o.model, o.revision)
     tokenizer, config = zoo.tokenizer(model, **o.chat.arguments), model.config
     o = finetune.resolve(o.changed(beta=1.0 if o.beta is None else o.beta), config, width_lr=width_lr(o.lora))
     seq_len, dtype = o.step.seq_len, o.step.compute_dtype
@@ -281,7 +281,7 @@ def open_teachers(
         name, equals, path = given.partition("=") if several else ("", "=", given)
         if not equals or name in names:
             raise ValueError(f"--teacher {given!r}: of several, each has a name of its own, such as math=runs/math.")
-        larger = Source.open(path)
+        larger = options.source.open(path)
         other = zoo.tokenizer(larger, date=DATE)
         teacher = on_policy.Teacher(zoo.load(larger, dtype=options.step.compute_dtype, mesh=mesh))
         same = larger.config.vocab_size == model.config.vocab_size and tokens_of(other) == tokens_of(tokenizer)

@@ -30,7 +30,6 @@ from zoo import lora
 from zoo.mesh import make_mesh
 from zoo.nn.model import AbstractModel
 from zoo.nn.stack import Reports
-from zoo.source import Source
 
 
 class Pairs(NamedTuple):
@@ -169,7 +168,7 @@ def objective(
 def main(o: DPOOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.step.mesh)
-    model = Source.open(o.model, o.revision)
+    model = o.source.open(o.model, o.revision)
     tokenizer, config = zoo.tokenizer(model, parts=o.parts, **o.chat.arguments), model.config
     embedded = o.data == (str(train.tiny.PREFERENCES),)  # few records and a small model: other defaults do well
     epochs, lr = o.epochs or (4 if embedded else 1), o.optim.lr or (2e-4 if embedded else 0.0)

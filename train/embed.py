@@ -34,7 +34,6 @@ from zoo.mesh import make_mesh
 from zoo.nn.heads import EmbeddingHead, normalized
 from zoo.nn.model import AbstractModel
 from zoo.nn.stack import Reports
-from zoo.source import Source
 from zoo.weights.heads import described
 
 
@@ -175,7 +174,7 @@ def main(o: EmbedOptions) -> None:
     mesh = make_mesh(o.step.mesh)
     if mesh.shape[CONTEXT] > 1:
         raise ValueError("--mesh: context splits texts, which are embedded whole; take fsdp.")
-    model = Source.open(o.model, o.revision)
+    model = o.source.open(o.model, o.revision)
     tokenizer, config = zoo.tokenizer(model, **o.chat.arguments), model.config
     embedded = o.data == (str(train.tiny.INSTRUCTIONS),)  # few records and a small model: other defaults do well
     epochs, lr = o.epochs or (8 if embedded else 1), o.optim.lr or (1e-3 if embedded else 0.0)

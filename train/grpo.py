@@ -58,7 +58,6 @@ from zoo.nn.model import AbstractModel
 from zoo.nn.routing import replayed
 from zoo.nn.stack import Reports
 from zoo.registry import family_of
-from zoo.source import Source
 from zoo.surgery import cast, modules
 from zoo.weights.checkpoint import skeleton
 from zoo.weights.gather import gathered
@@ -209,7 +208,7 @@ def objective(
 def main(o: GRPOOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh, there = meshes(o.step.mesh, o.rollouts.sampling_mesh)  # of updates, and of sampling
-    model = Source.open(o.model, o.revision)
+    model = o.source.open(o.model, o.revision)
     tokenizer, config = zoo.tokenizer(model, parts=o.parts, **o.chat.arguments), model.config
     group, minibatches, names, weights = (
         o.rollouts.group, o.rollouts.minibatches, o.rewards.reward, o.rewards.reward_weights

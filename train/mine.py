@@ -23,10 +23,10 @@ import zoo
 from convert.private import public, warn_of_secrets
 from train.base import runfile, writing
 from train.base.options import Flat, OptionGroup
+from train.base.source import SourceOptions
 from train.data.groups import Group, group
 from train.data.naming import ColumnOptions
 from train.data.records import open_records
-from zoo.source import Source
 
 
 TOGETHER = 1024  # anchors that are compared at a time
@@ -42,6 +42,7 @@ class MineOptions(OptionGroup):
     """Model that embeds: a zoo name, a Hub repository org/name, or a folder."""
     revision: str | None = None
     """Branch, tag or commit of the Hub repository."""
+    source: Flat[SourceOptions] = SourceOptions()
     out: pathlib.Path
     """File of JSON lines to write."""
     negatives: int = 4
@@ -99,7 +100,7 @@ def main(o: MineOptions) -> None:
     """
     groups = [group(record) for path in o.data for record in open_records(path, 0.0, o.naming.columns)[0]]
     texts = list(dict.fromkeys(text for each in groups for text in (each.positive, *each.negatives)))
-    source = Source.open(o.model, o.revision)
+    source = o.source.open(o.model, o.revision)
     model, tokenizer = zoo.load(source, head="embedding", mesh=o.mesh), zoo.tokenizer(source)
     named = lambda name: name if name in tokenizer.prompts else None
     with rich.get_console().status(f"Embedding {len(groups):,} anchors and {len(texts):,} texts"):

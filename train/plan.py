@@ -117,7 +117,8 @@ def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -
             objective, more = functools.partial(grpo.objective, options=run), ("advantages", "old")
             reference = whole() if options.kl and not options.lora.rank else None
         case distill.DistillOptions():
-            objective, other = functools.partial(distill.objective, options=run), zoo.inspect(options.teacher)
+            objective = functools.partial(distill.objective, options=run)
+            other = zoo.inspect(options.teacher, ignore=options.source.ignore_keys)
             reference = abstract_frozen(other, family_of(other), mesh, quantize="none")
             reference = Teachers((Teacher(reference),)) if options.samples else reference
         case sft.SFTOptions():
@@ -147,7 +148,7 @@ def step(options: Options, config: AbstractConfig, family: Family, mesh: Mesh) -
         more=more,
     )  # fmt: skip
     if options.judge:
-        other = zoo.inspect(options.judge)
+        other = zoo.inspect(options.judge, ignore=options.source.ignore_keys)
         head = RewardHead(other.hidden_size, None, key=jax.random.key(0))
         judge = abstract_frozen(other, family_of(other), mesh, quantize="none", head=head)
         program = program._replace(kinds=program.kinds | {planner.JUDGE: judge})
@@ -263,7 +264,7 @@ def rank(plans: list[Plan]) -> None:
 
 
 def main(o: Options) -> None:
-    config = zoo.inspect(o.model)
+    config = zoo.inspect(o.model, ignore=o.source.ignore_keys)
     try:
         chip, devices = fleet(o.topology)
     except ImportError:  # report that the model does not fit before asking the user to install a compiler

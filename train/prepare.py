@@ -23,7 +23,6 @@ from train.data import packing, store
 from train.data.records import open_records
 from train.run import report
 from train.run.preparation import PrepareOptions, made, shards_of
-from zoo.source import Source
 
 
 def main(o: PrepareOptions) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def main(o: PrepareOptions) -> dict[str, Any]:
     Raises:
         ValueError, OSError: the data cannot be learnt from, or the folder is of another preparation.
     """
-    (number, of), model = o.share, Source.open(o.model, o.revision)
+    (number, of), model = o.share, o.source.open(o.model, o.revision)
     tokenizer = zoo.tokenizer(model, **o.chat.arguments)
     kind, shape = o.how(model.config.vocab_size)
     opened = [open_records(path, o.hold_out, o.naming.columns) for path in o.data]

@@ -56,7 +56,7 @@ def main(o: PretrainOptions) -> None:
     mesh = make_mesh(o.step.mesh)
     o.refuse_vision("texts have no images")
     tokenizer = zoo.tokenizer(o.model, **o.chat.arguments)
-    config = dataclasses.replace(zoo.config(o.model), source=tokenizer.folder)
+    config = dataclasses.replace(o.source.open(o.model).config, source=tokenizer.folder)
     o = resolve(o, config, width_lr=3e-4)
 
     # ----------------------------------------------------------------------------------------------------------- data

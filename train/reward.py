@@ -28,7 +28,6 @@ from train.step.task import Task
 from zoo.mesh import make_mesh
 from zoo.nn.heads import RewardHead
 from zoo.nn.model import AbstractModel
-from zoo.source import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ def main(o: RewardOptions) -> None:
     if o.validation.tasks.eval_tasks:
         raise ValueError("--eval-tasks asks a language model, and a reward model writes nothing; leave it out.")
     mesh = make_mesh(o.step.mesh)
-    model = Source.open(o.model, o.revision)
+    model = o.source.open(o.model, o.revision)
     tokenizer, config = zoo.tokenizer(model, **o.chat.arguments), model.config
     embedded = o.data == (str(train.tiny.PREFERENCES),)  # few records and a small model: other defaults do well
     epochs, lr = o.epochs or (4 if embedded else 1), o.optim.lr or (1e-3 if embedded else 0.0)

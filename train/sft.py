@@ -20,7 +20,6 @@ from train.run.defaults import resolve_steps, width_lr
 from train.step.language import LanguageModelingOptions
 from train.step.task import Task
 from zoo.mesh import make_mesh
-from zoo.source import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class SFTOptions(finetune.FineTuningOptions):
 def main(o: SFTOptions) -> None:
     # ---------------------------------------------------------------------------------------------------- mesh, model
     mesh = make_mesh(o.step.mesh)
-    model = Source.open(o.model, o.revision)
+    model = o.source.open(o.model, o.revision)
     tokenizer, config = zoo.tokenizer(model, parts=o.parts, **o.chat.arguments), model.config
     embedded = o.data == (str(train.tiny.INSTRUCTIONS),)  # few, short records and a small model: other defaults do well
     rate = width_lr(o.lora)

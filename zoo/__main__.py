@@ -25,6 +25,7 @@ def verify(
     html: pathlib.Path | None = None,
     tokens: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 64,
     seed: int = 0,
+    ignore_keys: tuple[str, ...] = (),
 ) -> None:
     """Check a checkpoint against transformers: config, tensors, logits, layers, decoding, round trip.
 
@@ -36,11 +37,12 @@ def verify(
             is not a folder.
         tokens: number of random tokens to compare on. To test a sliding window, take more than its length.
         seed: random seed of the tokens.
+        ignore_keys: keys of config.json to skip where they would be refused (docs/config.md).
     """
     folder = pathlib.Path(source).expanduser()
     beside = folder.resolve().parent / f"{folder.resolve().name}-verify.html"
     html = html or (beside if folder.is_dir() else pathlib.Path(f"{folder.name}-verify.html"))
-    sys.exit(0 if report(source, html, tokens=tokens, seed=seed) else 1)
+    sys.exit(0 if report(source, html, tokens=tokens, seed=seed, ignore=ignore_keys) else 1)
 
 
 def evaluate(
@@ -53,6 +55,7 @@ def evaluate(
     quantize: Literal["int8", "fp8", "nf4", "stored"] | None = None,
     dtype: str | None = None,
     mesh: str | None = None,
+    ignore_keys: tuple[str, ...] = (),
 ) -> None:
     """Evaluate a model on tasks of lm-eval, and print its tables.
 
@@ -66,9 +69,11 @@ def evaluate(
         quantize: hold the layers' weights in 8 or 4 bits; stored: as the checkpoint has them (docs/weights.md).
         dtype: data type of the weights: float32, bfloat16 or float16. None: the checkpoint's.
         mesh: number of devices along each axis, such as tensor=4 or fsdp=2,tensor=2. None: one device.
+        ignore_keys: keys of config.json to skip where they would be refused (docs/config.md).
     """
     known = [evaluation.Tasks(name) for name in tasks]  # a wrong name is refused here, before a long load
-    opened, load = Source.open(source), LoadOptions(adapter=adapter, quantize=quantize, dtype=dtype)
+    load = LoadOptions(adapter=adapter, quantize=quantize, dtype=dtype, ignore_keys=ignore_keys)
+    opened = load.open(source)
     model, _ = load.model(opened, None if mesh is None else zoo.make_mesh(mesh))
     for results in evaluation.run(
         model, load.tokenizer(opened), known, limit=limit, batch=batch, max_new_tokens=max_new_tokens
@@ -81,6 +86,7 @@ def merge(
     adapter: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="ADAPTER")],
     out: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="OUT")],
     mxfp4: bool = False,
+    ignore_keys: tuple[str, ...] = (),
 ) -> None:
     """Merge an adapter into a model's weights, and write the result in the Hub's layout and the model's dtype.
 
@@ -89,8 +95,9 @@ def merge(
         adapter: a folder in PEFT's layout, such as a training run with --lora.rank writes.
         out: the folder to write.
         mxfp4: write gpt-oss's experts in MXFP4, as it is released.
+        ignore_keys: keys of config.json to skip where they would be refused (docs/config.md).
     """
-    opened = Source.open(source)
+    opened = Source.open(source, ignore=ignore_keys)
     for warning in peft.warnings_of(adapter, quantize=None, weights=zoo.fingerprint(opened)):
         print(warning)
     zoo.save(lora.merge(peft.load(zoo.load(opened), adapter)), out, mxfp4=mxfp4)

@@ -60,6 +60,18 @@ class LoadOptions:
     """Encode <|im_end|> and the like in messages of users and tools as control tokens, not as text, as transformers
     does."""
 
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of config.json to skip where they would be refused: keys that you know not to change the model, such as
+    vision_config.key of an object (docs/config.md)."""
+
+    def open(self, source: str) -> Source:
+        """Opens a zoo name, a Hub repository or a folder.
+
+        Raises:
+            OSError, ValueError: as in `Source.open`.
+        """
+        return Source.open(source, ignore=self.ignore_keys)
+
     def tokenizer(self, source: Source) -> Tokenizer:
         """Loads a model's tokenizer, with the chat template of the adapter if it has one."""
         template = zoo.peft.template_of(self.adapter)
@@ -87,7 +99,7 @@ class LoadOptions:
             return model, MTPDraft(model, self.num_draft_tokens)
         if self.draft == "ngram":
             return model, NGramDraft(self.num_draft_tokens)
-        return model, ModelDraft(zoo.load(self.draft, **options), self.num_draft_tokens)
+        return model, ModelDraft(zoo.load(self.open(self.draft), **options), self.num_draft_tokens)
 
 
 def chat(
@@ -107,7 +119,7 @@ def chat(
         system: system message before the conversation, if the model's template has a place for it.
     """
     console, name = rich.console.Console(highlight=False), rich.markup.escape(source)
-    opened = Source.open(source)
+    opened = load.open(source)
     tokenizer = load.tokenizer(opened)
     opening = [] if system is None else [{"role": "system", "content": system}]
     # A template that cannot be used is refused here, before a long load.

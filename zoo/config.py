@@ -1,19 +1,23 @@
-"""Read and write config.json as a family's `Config`. An unknown key is an error that names the key."""
+"""Read and write config.json as a family's `Config`. A key that may change the model and is not known is an error.
+
+Keys that transformers does not read for the file's model_type, by known_keys.json, are skipped with a warning.
+"""
 
 import dataclasses
+import functools
 import json
 import logging
 import math
 import pathlib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 from beartype.door import is_bearable
 
 from convert.formats import layouts
-from zoo.nn.fields import LEFT_BEHIND, NOT_CARRIED, alternatives, is_ignorable, typed
+from zoo.nn.fields import NOT_CARRIED, KeyProblem, alternatives, is_ignorable, typed
 from zoo.nn.model import AbstractConfig, AbstractMixtureConfig, Family
 from zoo.nn.rope import RopeScaling
 
@@ -22,7 +26,7 @@ from zoo.nn.rope import RopeScaling
 # Reading
 # ======================================================================================================================
 
-OBJECTS = "quantization_config", "rope_parameters", "rope_scaling", "text_config", "vision_config"
+OBJECTS = "per_layer_config", "quantization_config", "rope_parameters", "rope_scaling", "text_config", "vision_config"
 # Key -> the key whose value it has if it is null. Any other null means the same as a missing key, unless None is a
 # value of the field.
 NULLS = {"num_key_value_heads": "num_attention_heads"}
@@ -30,42 +34,73 @@ HEADED = "ForSequenceClassification", "Model"  # ends of `architectures` that ar
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}  # names of the number of experts, by family
 
 
-def read(family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = None) -> Any:
+def read(
+    family: Family, hub: Mapping[str, Any], source: pathlib.Path | None = None, *, ignore: Collection[str] = ()
+) -> Any:
     """Turn a parsed config.json into a `family.Config`.
 
     Every key must be a field of `family.Config`, have a value that `family.implied` lists, or not affect the model.
-    Rotary positions are read in both forms: `rope_theta` with `rope_scaling`, and transformers 5's `rope_parameters`.
+    Keys that transformers does not read for this model_type are skipped, and one warning lists them. Rotary positions
+    are read in both forms: `rope_theta` with `rope_scaling`, and transformers 5's `rope_parameters`.
     `family.standard_form` converts other variants of a family's files into one form.
 
+    Args:
+        family: the family of the file's model_type.
+        hub: the object in config.json.
+        source: the folder that it is from.
+        ignore: keys to skip where they would be refused, as unknown or for a value that is not implemented; those of
+            an object as "vision_config.key". A key that the file lacks may be among them.
+
     Raises:
-        ValueError: a key is missing, unknown, of the wrong type, or has a value that is not implemented; the message
-            names the key.
+        ValueError: keys are missing, unknown, of the wrong type, or have values that are not implemented, or `ignore`
+            has a key that the family reads. One message names all of them.
     """
-    where = f"{source / 'config.json'}" if source else "config.json"
-    hub = _without_head(family, hub)
-    for key in OBJECTS:
-        if hub.get(key) is not None and not isinstance(hub[key], Mapping):
-            raise ValueError(f"{where} says {key}={hub[key]!r}; it needs an object in braces, or null.")
+    where, config = f"{source / 'config.json'}" if source else "config.json", None
+    found = _Findings(family, where, hub, ignore)
     try:
-        hub = family.standard_form(hub)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    check_quantization(hub, where)
-    hub = _without_nulls(family, hub)
-    if "rope_theta" in family.Config.__dataclass_fields__:
-        read_rope(family, hub, where)
-    values = _values(family, hub, where)
-    try:
-        config = family.Config(**values, source=source)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        hub = standard_form(family, _with_objects(_without_head(family, hub), found), found)
+        values = _values(family, hub, found)
+        config = None if found.problems else family.Config(**values, source=source)
+    except ValueError as error:  # of several keys, or of the file's form: the rest cannot be read
+        found.add(f": {error}")
     for key, rule in RULES.items():
-        if broken := rule(config):
-            raise ValueError(f"{where} says {key}={getattr(config, key)}, {broken}.")
-    if left_behind := sorted(hub.keys() & LEFT_BEHIND - family.implied.keys() - values.keys()):
-        keys = ", ".join(left_behind)
-        logging.getLogger("zoo").warning("%s: skipped, for they say nothing of the model: %s", where, keys)
+        if config is not None and (broken := rule(config)):
+            found.add(f" says {key}={getattr(config, key)}, {broken}.")
+    found.close()
     return config
+
+
+def standard_form(family: Family, hub: Mapping[str, Any], found: "_Findings | None" = None) -> dict[str, Any]:
+    """Bring a config.json into the family's standard form, less the keys that it cannot read there.
+
+    `found` takes what is wrong with these.
+
+    Raises:
+        ValueError: from `family.standard_form`, about more than one key.
+    """
+    while True:
+        try:
+            return family.standard_form(hub)
+        except KeyProblem as problem:
+            within = hub.get(problem.part) if problem.part else hub
+            if not isinstance(within, Mapping) or problem.key not in within:  # another key became this one
+                raise
+            if found:
+                found.take(problem, f": {problem}")
+            less = {key: value for key, value in within.items() if key != problem.key}
+            hub = {**hub, problem.part: less} if problem.part else less
+
+
+def _with_objects(hub: dict[str, Any], found: "_Findings") -> dict[str, Any]:
+    """Leave out keys that need an object and have none; `found` takes them."""
+    says = {
+        key: f" says {key}={hub[key]!r}; it needs an object in braces, or null."
+        for key in OBJECTS
+        if hub.get(key) is not None and not isinstance(hub[key], Mapping)
+    }
+    for key, text in says.items():
+        found.add(text, key)
+    return {key: value for key, value in hub.items() if key not in says}
 
 
 def _without_head(family: Family, hub: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,26 +138,39 @@ def _without_nulls(family: Family, hub: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in hub.items() if value is not None or may_be_null(key)}
 
 
-def _values(family: Family, hub: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values of the fields of `family.Config`, and refuse keys that are none and may affect the model."""
+def _values(family: Family, hub: dict[str, Any], found: "_Findings") -> dict[str, Any]:
+    """Return the values of the fields of `family.Config`; `found` takes keys that are none and may affect the model."""
+    try:
+        check_quantization(hub, found.where)
+    except ValueError as error:
+        found.add(str(error), "quantization_config")
+    hub = _without_nulls(family, hub)
+    if "rope_theta" in family.Config.__dataclass_fields__:
+        try:
+            read_rope(family, hub, found.where)
+        except ValueError as error:
+            found.add(str(error), *ROPE)
+            hub = {key: value for key, value in hub.items() if key not in ROPE}
     hints, defaults, values = _hints(family.Config), _defaults(family.Config), {}
     for key, value in hub.items():
         if key in hints:
             # A default may be out of bounds, such as 0 experts.
             is_default = key in defaults and (type(value), value) == (type(defaults[key]), defaults[key])
-            said = f"{where} says {key}={value!r:.200}; {family.name}"
-            values[key] = value if is_default else typed(key, value, hints[key], said)
+            said = f" says {key}={value!r:.200}; {family.name}"
+            try:
+                values[key] = value if is_default else typed(key, value, hints[key], said)
+            except ValueError as error:
+                found.add(str(error), key)
         elif key in family.implied:
             if value not in (allowed := _implemented(family, key)):
                 only = " and ".join(map(repr, allowed))
-                raise ValueError(f"{where} says {key}={value!r:.200}, but {family.name} implements only {only}.")
+                text = f" says {key}={value!r:.200}, but {family.name} implements only {only}."
+                found.take(KeyProblem(text, key, "value"), text)
         elif not is_ignorable(key) and key not in NOT_CARRIED:
-            raise ValueError(
-                f"{where} has the key {key!r} (= {value!r:.200}), which {family.name} does not know. If it does not "
-                "change what the model computes, remove it from the file."
-            )
-    if missing := [key for key in hints if key not in defaults and key not in values]:
-        raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}, which {family.name} needs.")
+            text = f" has the key {key!r} (= {value!r:.200}), which {family.name} does not know."
+            found.take(KeyProblem(text, key, "unknown"), text, of_text=True)
+    if missing := [key for key in hints if key not in defaults and key not in values and key not in found.keys]:
+        found.add(f" lacks {', '.join(map(repr, missing))}, which {family.name} needs.")
     return values
 
 
@@ -163,9 +211,114 @@ RULES: dict[str, Callable[[AbstractConfig], str | None]] = {
 
 
 # ======================================================================================================================
+# Keys that are skipped, and keys that are refused
+# ======================================================================================================================
+
+
+@functools.cache
+def known_keys() -> dict[str, Any]:
+    """Return the keys of config.json that transformers reads, as `tests/zoo/make_known_keys.py` finds them.
+
+    "shared" are those of all models. "types" has, by model_type, "keys", and the model_type of each of the "parts" of
+    its file, such as `text_config`, which for those that are "chosen" the part itself may say.
+    """
+    known = json.loads(pathlib.Path(__file__).with_name("known_keys.json").read_text())
+    types = {name: kind | {"keys": frozenset(kind["keys"].split())} for name, kind in known["types"].items()}
+    return known | {"shared": frozenset(known["shared"].split()), "types": types}
+
+
+class _Findings:
+    """Problems of one config.json, and its keys that are skipped."""
+
+    def __init__(self, family: Family, where: str, hub: Mapping[str, Any], ignore: Collection[str]):
+        """Take the file's family, name and content, and the keys to ignore."""
+        self.family, self.where, self.hub, self.ignore = family, where, hub, ignore
+        self.problems: list[str] = []
+        self.keys: set[str] = set()  # of the problems
+        self.refused: list[str] = []  # names of the keys that could be ignored
+        self.skipped: list[str] = []
+        self.ignored: list[str] = []
+
+    def add(self, text: str, *keys: str) -> None:
+        """Add a problem, in a sentence that may begin with the file, about these keys."""
+        self.problems.append(text.removeprefix(self.where))
+        self.keys.update(keys)
+
+    def take(self, problem: KeyProblem, text: str, *, of_text: bool = False) -> None:
+        """Skip or ignore the key of a problem, or add the problem; `of_text`: the key is the text model's."""
+        name = f"{problem.part}.{problem.key}" if problem.part else problem.key
+        part = problem.part or ("text_config" if of_text and "text_config" in self.hub else "")
+        if problem.kind == "unknown" and self._is_unread(problem.key, part):
+            self.skipped.append(name)
+        elif problem.kind != "type" and name in self.ignore:
+            self.ignored.append(name)
+        else:
+            self.add(text, problem.key)
+            self.refused += [name] if problem.kind != "type" else []
+
+    def _is_unread(self, key: str, part: str) -> bool:
+        """Whether transformers reads the key in no part of the file, or not in this part of it."""
+        types = known_keys()["types"]
+        if (file := types.get(str(self.hub.get("model_type")))) is None:
+            return False
+        parts = {}
+        for name, kind in file.get("parts", {}).items():
+            stated = self.hub.get(name)
+            own = stated.get("model_type") if isinstance(stated, Mapping) and name in file["chosen"] else None
+            parts[name] = types.get(str(own), types[kind])
+        if part and part not in parts:
+            return False
+        readers = [parts[part]] if part else [file, *parts.values()]
+        return key not in known_keys()["shared"] and not any(key in reader["keys"] for reader in readers)
+
+    def close(self) -> None:
+        """Log the keys that are skipped.
+
+        Raises:
+            ValueError: there are problems; it names all.
+        """
+        dropped = {*self.skipped, *self.ignored}
+        for name in filter(self._has, self.ignore):
+            key = name.partition(".")[2] if name.startswith(OBJECTS) else name
+            without_effect = is_ignorable(key) or key in self.family.implied or key == "auto_map"
+            if name not in dropped and not without_effect:
+                reads = f"which {self.family.name} reads: without it, the model would be another."
+                self.add(f" has {name!r}, a key to ignore, {reads}")
+        if self.problems:
+            raise ValueError(self.where + self._sentence())
+        unread = f"skipped, since transformers {known_keys()['transformers']} does not read them"
+        if "auto_map" in self.hub:
+            unread += " (the repository's own code, which is not run, might)"
+        reasons = {unread: self.skipped, "ignored, as asked": self.ignored}
+        if said := [f"{reason}: {', '.join(sorted(keys))}" for reason, keys in reasons.items() if keys]:
+            logging.getLogger("zoo").warning("%s: %s", self.where, "; ".join(said))
+
+    def _has(self, name: str) -> bool:
+        """Whether the file has a key, `name` or "object.key"."""
+        objects = {part: self.hub[part] for part in OBJECTS if isinstance(self.hub.get(part), Mapping)}
+        dotted = {f"{part}.{key}" for part, stated in objects.items() for key in stated}
+        return name in {*self.hub, *objects.get("text_config", ()), *dotted}
+
+    def _sentence(self) -> str:
+        """Say all problems in one line, and how keys are ignored."""
+        text = self.problems[0]
+        if len(self.problems) > 1:
+            each = (problem.lstrip(": ").removesuffix(".") for problem in self.problems)
+            text = f" has {len(self.problems)} problems: {'; '.join(f'({n}) {one}' for n, one in enumerate(each, 1))}."
+        if not self.refused:
+            return text
+        names = ", ".join(map(repr, self.refused)) + ("," if len(self.refused) == 1 else "")
+        return (
+            f"{text} Keys that do not change what the model computes can be skipped: ignore=({names}), or "
+            f"--ignore-keys {' '.join(self.refused)}."
+        )
+
+
+# ======================================================================================================================
 # Rotary positions
 # ======================================================================================================================
 
+ROPE = "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"
 POSITIONS, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 # rope_type (linear, llama3, yarn, dynamic, longrope) -> the class whose fields are the keys of its object.
 SCALINGS: dict[str, type[RopeScaling]] = {kind.rope_type: kind for kind in typing.get_args(RopeScaling)}
@@ -252,7 +405,11 @@ def _scaling(kind: Any, stated: Mapping[str, Any], lengths: Mapping[str, Any], w
 
 
 def write(config: AbstractConfig, family: Family, dtype: np.dtype) -> dict[str, Any]:
-    """Make the config.json of a model: the inverse of `read`. Keys of the source that `read` skips are copied."""
+    """Make the config.json of a model: the inverse of `read`.
+
+    Keys of the source that libraries read, but that do not affect the model, are copied. Those that `read` skips with
+    a warning are not, so that the result is read without one.
+    """
     stated = _source_json(config, family)
     carried = {key: value for key, value in stated.items() if is_ignorable(key)}
     carried.pop("torch_dtype", None)
@@ -272,7 +429,7 @@ def _source_json(config: AbstractConfig, family: Family) -> dict[str, Any]:
     """Read the config.json that a config was read from, in the standard form; empty if there is none."""
     if config.source is None or not (path := config.source / "config.json").is_file():
         return {}
-    return family.standard_form(json.loads(path.read_text()))
+    return standard_form(family, json.loads(path.read_text()))
 
 
 def _as_json(value: Any) -> Any:

@@ -53,6 +53,7 @@ def load(
     verify: bool = True,
     check_values: bool = True,
     mmap: bool = True,
+    ignore: Sequence[str] = (),
 ) -> AbstractModel:
     """Load a checkpoint as the family's `Model`, called as `model(tokens)`, which gives logits, or what the head gives.
 
@@ -83,6 +84,10 @@ def load(
             read where it is touched. It stays valid if the file is removed or replaced, as `save` does. Writing into
             the file changes the array, and truncating the file ends the process by SIGBUS. False copies, so that the
             file is no longer needed.
+        ignore: keys of config.json to skip where they would be refused, as unknown or for a value that is not
+            implemented: for a file that you cannot edit, and keys that you know not to change the model. Those of an
+            object are named as "vision_config.key". Keys that the file lacks may be among them; one that the family
+            reads is refused.
 
     Raises:
         OSError: if the checkpoint cannot be found or downloaded; the message says what to do.
@@ -97,7 +102,7 @@ def load(
         raise ValueError(f"head={head!r} is none of {', '.join(get_args(Kind))}.")
     if isinstance(mesh, str):
         mesh = make_mesh(mesh)
-    source = _opened(source, revision, weights=True)
+    source = _opened(source, revision, ignore, weights=True)
     family, config = source.family, source.config
     tensors = source.tensors()
     checkpoint.check_sizes(config, tensors)
@@ -204,25 +209,28 @@ def _write(
                 os.replace(folder / f"{path.name}.tmp", folder / path.name)
 
 
-def config(source: Named, *, revision: str | None = None) -> AbstractConfig:
-    """Return a model's `Config`. For a zoo name nothing is read, else config.json is, after a download if needed."""
+def config(source: Named, *, revision: str | None = None, ignore: Sequence[str] = ()) -> AbstractConfig:
+    """Return a model's `Config`. For a zoo name nothing is read, else config.json is, after a download if needed.
+
+    `ignore` is that of `load`.
+    """
     if source in registry.CONFIGS:
         return registry.CONFIGS[str(source)]
-    return _opened(source, revision).config
+    return _opened(source, revision, ignore).config
 
 
-def inspect(source: Named, *, revision: str | None = None) -> AbstractConfig:
+def inspect(source: Named, *, revision: str | None = None, ignore: Sequence[str] = ()) -> AbstractConfig:
     """Read a checkpoint's `Config`, and check that the checkpoint has the tensors that the config calls for.
 
     From a Hub repository only config.json and the headers of the safetensors are downloaded. A folder without weights
-    passes, and so do zoo names, which were checked before.
+    passes, and so do zoo names, which were checked before. `ignore` is that of `load`.
 
     Raises:
         OSError, ValueError: as in `load`.
     """
     if source in registry.CONFIGS:
         return registry.CONFIGS[str(source)]
-    source = _opened(source, revision, companions=False)
+    source = _opened(source, revision, ignore, companions=False)
     family, config = source.family, source.config
     if source.remote or any((source.folder / name).exists() for name in (convert.files.WEIGHTS, convert.files.INDEX)):
         checkpoint.check_headers(source.headers(), family, config)
@@ -235,7 +243,7 @@ def fingerprint(source: Named, *, revision: str | None = None) -> str:
     Raises:
         OSError, ValueError: the weights cannot be found, as in `load`.
     """
-    return convert.hub.weights_hash(_opened(source, revision, weights=True).weights)
+    return convert.hub.weights_hash(_opened(source, revision, (), weights=True).weights)
 
 
 def tokenizer(
@@ -244,6 +252,7 @@ def tokenizer(
     revision: str | None = None,
     parts: Sequence[str] = (),
     chat_template: str | os.PathLike[str] | None = None,
+    ignore: Sequence[str] = (),
     **options: Any,
 ) -> Tokenizer:
     """Load a checkpoint's tokenizer, with its chat template and end tokens; for gpt3-*, one that fits the vocabulary.
@@ -254,13 +263,14 @@ def tokenizer(
         chat_template: a jinja file, or another model (a zoo name, a Hub repository or a folder) whose template is
             taken, such as the instruction-tuned model for a base model. Warns if this tokenizer has no token for the
             text that the template writes after an answer, because then no reply of a model ends there.
+        ignore: keys of config.json, as for `load`; only images need that file.
         options: arguments of `Tokenizer`.
 
     Raises:
         OSError: the jinja file cannot be read.
         ValueError: the family or the config has no part "vision"; or the other model has no template.
     """
-    source = _opened(source, revision)
+    source = _opened(source, revision, ignore)
     if chat_template is not None:
         options["chat_template"] = _template(chat_template)
     if "vision" in parts:
@@ -285,16 +295,21 @@ def _template(source: str | os.PathLike[str]) -> str:
     return template
 
 
-def _opened(source: Named, revision: str | None, *, weights: bool = False, companions: bool = True) -> Source:
+def _opened(
+    source: Named, revision: str | None, ignore: Sequence[str], *, weights: bool = False, companions: bool = True
+) -> Source:
     """Open a checkpoint, unless it was opened before.
 
     Raises:
-        OSError, ValueError: as in `Source.open`; a ValueError also if a revision of an opened one is named.
+        OSError, ValueError: as in `Source.open`; a ValueError also if a revision of an opened one is named, or keys to
+            ignore.
     """
     if not isinstance(source, Source):
-        return Source.open(source, revision, weights=weights, companions=companions)
+        return Source.open(source, revision, weights=weights, companions=companions, ignore=ignore)
     if revision is not None:
         raise ValueError(f"{source.name} was opened before: name its revision {revision!r} in Source.open.")
+    if ignore:
+        raise ValueError(f"{source.name} was opened before: name the keys to ignore, {ignore!r}, in Source.open.")
     return source
 
 

@@ -59,19 +59,25 @@ def to_hub(checkpoint: Positional[pathlib.Path], out: Positional[pathlib.Path], 
     print(f'{folder} is now {out}; it loads with zoo.load("{out}").')
 
 
-def to_orbax(model: Positional[str], out: Positional[pathlib.Path], revision: str | None = None) -> None:
+def to_orbax(
+    model: Positional[str],
+    out: Positional[pathlib.Path],
+    revision: str | None = None,
+    ignore_keys: tuple[str, ...] = (),
+) -> None:
     """Writes a model of the Hub's layout as an Orbax checkpoint.
 
     Args:
         model: a zoo name, a Hub repository org/name, or a folder.
         out: folder to write; it must not exist yet.
         revision: branch, tag or commit of the repository.
+        ignore_keys: keys of config.json to skip where they would be refused (docs/config.md).
     """
     import orbax.checkpoint.experimental.v1 as ocp
 
     if machine.path("out", out).exists():
         raise FileExistsError(f"{out} exists already; name a folder that does not.")
-    loaded = zoo.load(model, revision=revision)
+    loaded = zoo.load(model, revision=revision, ignore=ignore_keys)
     dtype = jax.tree.leaves(loaded)[0].dtype
     identity = {"model": model, "config": write(loaded.config, family_of(loaded), dtype)}
     unfinished = out.with_name(out.name + ".unfinished")

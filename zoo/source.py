@@ -5,7 +5,7 @@ import difflib
 import functools
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import convert.files
@@ -47,6 +47,8 @@ class Source:
     """Where its files are: a folder of the user's, or one of huggingface_hub's cache, which is named by the commit."""
     remote: str | None = None
     """The Hub repository "org/name", if its weights were not downloaded with the other files."""
+    ignore: tuple[str, ...] = ()
+    """Keys of config.json to skip where they would be refused (`zoo.config.read`)."""
 
     @classmethod
     def open(
@@ -56,6 +58,7 @@ class Source:
         *,
         weights: bool = False,
         companions: bool = True,
+        ignore: Sequence[str] = (),
     ) -> "Source":
         """Find a checkpoint, and download what is wanted of a repository: at least config.json.
 
@@ -64,16 +67,19 @@ class Source:
             revision: branch, tag or commit of the repository.
             weights: whether to download the weights, too; if not, they are when they are first needed.
             companions: whether to download the files of the tokenizer, of generation and of images.
+            ignore: keys of config.json to skip where they would be refused, as unknown or for a value that is not
+                implemented. Keys that the file lacks may be among them, and keys that the family reads may not.
 
         Raises:
             OSError: if the checkpoint cannot be found or downloaded; the message says what to do.
             ValueError: if there is no such name, if its weights were never published, or for a revision of what is no
                 repository: of a folder, or of the model that comes with this package.
         """
+        ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         if name in registry.EMBEDDED:
             if revision is not None:
                 raise ValueError(f"{name} comes with this package, and has no revision {revision!r}; leave it out.")
-            return cls(str(name), registry.EMBEDDED[str(name)])
+            return cls(str(name), registry.EMBEDDED[str(name)], ignore=ignore)
         if weights:
             _check_published(str(name))
         repositories = registry.REPOSITORIES | registry.TOKENIZERS
@@ -82,7 +88,7 @@ class Source:
         repository = repositories.get(str(name), name)
         folder = convert.hub.folder(repository, revision, weights=weights, companions=companions)
         complete = weights or folder == pathlib.Path(os.path.expanduser(repository))
-        return cls(str(name), folder, None if complete else str(repository))
+        return cls(str(name), folder, None if complete else str(repository), ignore)
 
     @functools.cached_property
     def config_json(self) -> Mapping[str, Any]:
@@ -112,9 +118,9 @@ class Source:
         """The model's config, as `zoo.config.read` makes it of config.json.
 
         Raises:
-            ValueError: if the family does not implement it; the message names the key.
+            ValueError: if the family does not implement it; the message names the keys.
         """
-        return read_config(self.family, self.config_json, self.folder)
+        return read_config(self.family, self.config_json, self.folder, ignore=self.ignore)
 
     @functools.cached_property
     def weights(self) -> pathlib.Path:

@@ -27,8 +27,9 @@ import convert.files
 import convert.tensors
 import zoo
 from kernels import Tokens
+from zoo.config import standard_form
 from zoo.nn.block import run_block
-from zoo.nn.fields import NOT_CARRIED
+from zoo.nn.fields import NOT_CARRIED, is_ignorable
 from zoo.nn.model import AbstractConfig, AbstractModel, Family
 from zoo.nn.stack import Reports, Stack
 from zoo.source import Source
@@ -96,9 +97,11 @@ class Recorder(eqx.Module):
         yield from self.stack.tail
 
 
-def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[rich.table.Table]]:
+def verify(
+    source: str, *, tokens: int, seed: int, ignore: Sequence[str] = ()
+) -> tuple[list[Check], list[rich.table.Table]]:
     """Run all checks of a checkpoint; the second result is tables with the details."""
-    opened = Source.open(source, weights=True)
+    opened = Source.open(source, weights=True, ignore=ignore)
     folder, family, config = opened.folder, opened.family, opened.config
     stored = checkpoint.standard_names(opened.tensors(), family)
     model = zoo.load(opened, dtype="float32")
@@ -107,12 +110,12 @@ def verify(source: str, *, tokens: int, seed: int) -> tuple[list[Check], list[ri
     tables = [config_table(opened), tensor_table(wanted, stored, config, family)]
     # These two have passed: otherwise loading would have refused the checkpoint.
     used = f"{len(wanted):,} used, {len(stored) - len(wanted):,} skipped as known to be redundant"
-    checks = [Check("config.json", "every key is understood", True), Check("tensors", used, True)]
+    checks = [Check("config.json", "every key is read, or has no effect", True), Check("tensors", used, True)]
     if (folder / convert.files.MANIFEST).exists():
         checks.insert(0, Check("files", "each has the hash with which it was exported", True))
 
     try:
-        theirs = reference(folder, ids, packed=not all(isinstance(t, convert.tensors.Tensor) for t in stored.values()))
+        theirs = reference(opened, ids, packed=not all(isinstance(t, convert.tensors.Tensor) for t in stored.values()))
     except (ImportError, OSError, RuntimeError, ValueError) as error:  # transformers fails in many ways
         checks.append(Check("logits", f"not compared: {str(error).splitlines()[0]}", None))
     else:
@@ -126,13 +129,15 @@ def config_table(source: Source) -> rich.table.Table:
     """List each key of config.json, and how it was used."""
     table = new_table("config.json", "key", "value", "is")
     family, fields = source.family, {field.name for field in dataclasses.fields(source.family.Config)}
-    for key, value in family.standard_form(source.config_json).items():
+    for key, value in standard_form(family, source.config_json).items():
         if key in fields or key in ("rope_parameters", "original_max_position_embeddings", "partial_rotary_factor"):
             kind = "read"
         elif key in family.implied:
             kind = "the only value that is implemented"
+        elif key in NOT_CARRIED:
+            kind = "not the model's; how it is stored"
         else:
-            kind = "not the model's; how it is stored" if key in NOT_CARRIED else "not the model's; carried along"
+            kind = "not the model's; carried along" if is_ignorable(key) else "skipped"
         table.add_row(key, rich.markup.escape(json.dumps(value)[:60]), kind)
     return table
 
@@ -153,7 +158,7 @@ def tensor_table(wanted: set[str], stored: dict[str, Any], config: AbstractConfi
     return table
 
 
-def reference(folder: pathlib.Path, ids: np.ndarray, *, packed: bool) -> tuple[np.ndarray, list[np.ndarray]]:
+def reference(source: Source, ids: np.ndarray, *, packed: bool) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return transformers' logits in float32, and each layer's output (for the last layer, after the final norm).
 
     transformers reads the formats of a `packed` checkpoint on GPUs only, so it gets their weights unpacked.
@@ -164,8 +169,9 @@ def reference(folder: pathlib.Path, ids: np.ndarray, *, packed: bool) -> tuple[n
     """
     if packed:
         with tempfile.TemporaryDirectory() as plain:
-            zoo.save(zoo.load(folder, dtype="float32", verify=False), plain)
-            return reference(pathlib.Path(plain), ids, packed=False)
+            zoo.save(zoo.load(source, dtype="float32", verify=False), plain)
+            return reference(Source.open(plain), ids, packed=False)
+    folder = source.folder
     # Imported like this because they are not dependencies of zoo.
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
@@ -256,11 +262,11 @@ def new_table(title: str, *columns: str) -> rich.table.Table:
     return rich.table.Table(*columns, title=title, box=rich.box.SIMPLE, title_justify="left", title_style="bold")
 
 
-def report(source: str, html: pathlib.Path | None, *, tokens: int, seed: int) -> bool:
+def report(source: str, html: pathlib.Path | None, *, tokens: int, seed: int, ignore: Sequence[str] = ()) -> bool:
     """Print the checks of a checkpoint, save them as `html` if given, and return whether none failed."""
     console = rich.console.Console(record=True, width=None if html is None else 120)
     with console.status(f"Verifying {source}"), jax.default_matmul_precision("highest"):
-        checks, tables = verify(source, tokens=tokens, seed=seed)
+        checks, tables = verify(source, tokens=tokens, seed=seed, ignore=ignore)
     marks = {True: "[green]yes[/]", False: "[red]NO[/]", None: "[yellow]not checked[/]"}
     summary = new_table(f"Verifying {source}", "check", "found", "passed")
     for check in checks:

@@ -260,7 +260,7 @@ def test_stale_rotary_buffers_are_known(tmp_path):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(attn_logit_softcapping=50.0), ["attn_logit_softcapping", "does not know"]),
+        (dict(attention_chunk_size=8), ["attention_chunk_size", "does not know", "--ignore-keys attention_chunk_size"]),
         (dict(hidden_act="gelu"), ["hidden_act='gelu'", "only 'silu' and 'swish'"]),
         (dict(num_key_value_heads=3), ["num_attention_heads=4", "no multiple", "num_key_value_heads=3"]),
         (dict(num_hidden_layers=10**9), ["num_hidden_layers=1000000000", "less than 100000"]),

@@ -86,8 +86,8 @@ def test_standard_form_is_final(name):
 
 
 def test_unknown_things_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="'audio_config' beside text_config"):
-        zoo.load(wrap(tmp_path / "key", "gemma3-new", "as released", audio_config={}))
+    with pytest.raises(ValueError, match="'sliding_window' beside text_config"):
+        zoo.load(wrap(tmp_path / "key", "gemma3-new", "as released", sliding_window=8))
     folder = wrap(tmp_path / "tensor", "gemma3-new", "as released")
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     safetensors.numpy.save_file(tensors | {"audio_tower.weight": np.ones(8)}, folder / "model.safetensors")

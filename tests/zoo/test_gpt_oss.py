@@ -197,8 +197,6 @@ def test_no_rope_scaling_is_this_familys_own():
 @pytest.mark.parametrize(
     "key, value",
     [
-        ("experts_per_token", 3),
-        ("initial_context_length", 32),
         ("rope_scaling", {"rope_type": "default"}),
         ("layer_types", ["full_attention"] * 4),
         ("layer_types", ["full_attention"] * 4 + ["chunked_attention"]),
@@ -208,3 +206,11 @@ def test_refused(key, value):
     hub = {k: v for k, v in tiny.CONFIGS["gpt_oss"].items() if k != "initial_context_length"}
     with pytest.raises(ValueError, match=key):
         read(gpt_oss.FAMILY, hub | {key: value})
+
+
+def test_keys_that_repeat_others_and_differ(caplog):
+    """transformers reads neither, so both are skipped with a warning."""
+    hub = tiny.CONFIGS["gpt_oss"]
+    assert read(gpt_oss.FAMILY, hub | dict(experts_per_token=3, initial_context_length=32)) == read(gpt_oss.FAMILY, hub)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("experts_per_token, initial_context_length")

@@ -120,7 +120,7 @@ def test_other_forms_of_the_file(tmp_path):
     for changes, message in (
         (dict(vision_feature_layer=-2), "vision_feature_layer=-2, but only -1 is implemented"),
         (dict(multimodal_projector_bias=True), "multimodal_projector_bias=True, but only False"),
-        (dict(audio_config={}), "'audio_config' beside text_config"),
+        (dict(sliding_window=8), "'sliding_window' beside text_config"),
     ):
         with pytest.raises(ValueError, match=message):
             zoo.config(CASE.write_config(tmp_path, **changes))

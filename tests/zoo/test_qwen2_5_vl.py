@@ -87,7 +87,7 @@ def test_text_models_that_are_refused(tmp_path, changes, message):
 
 def test_keys_beside_the_text_model_that_are_refused(tmp_path):
     for changes, message in (
-        (dict(twist=1), "config.json has 'twist' beside text_config"),
+        (dict(swiglu_limit=1.0), "config.json has 'swiglu_limit' beside text_config"),
         (dict(vision_config=CASE.config()["vision_config"] | dict(in_chans=1)), "in_chans=1, but only 3"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -101,7 +101,7 @@ def test_the_hubs_form(load, folder, model, tensors, tmp_path):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        (dict(audio_config={}), "'audio_config' beside text_config"),
+        (dict(sliding_window=8), "'sliding_window' beside text_config"),
         (dict(text_config=CONFIG | dict(attn_output_gate=False)), "attn_output_gate=False"),
         (dict(text_config=CONFIG | dict(num_experts=0)), "num_experts=0, which qwen3_5_moe_text needs"),
         (dict(text_config=CONFIG | dict(layer_types=["full_attention"] * 3)), "layer_types has 3 entries"),

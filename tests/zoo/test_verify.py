@@ -11,6 +11,7 @@ import safetensors.numpy
 import zoo.__main__
 from tests.zoo import tiny
 from zoo import verify
+from zoo.source import Source
 
 
 NAME = "qwen3-window-tail"  # eight layers
@@ -57,7 +58,7 @@ def test_the_first_layer_that_diverges(folder, tmp_path, monkeypatch):
     tensors["model.layers.3.mlp.up_proj.weight"][0] += 0.1
     safetensors.numpy.save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     reference = verify.reference
-    monkeypatch.setattr(verify, "reference", lambda folder, ids, packed: reference(other, ids, packed=packed))
+    monkeypatch.setattr(verify, "reference", lambda _, ids, packed: reference(Source.open(other), ids, packed=packed))
     checks, _ = found(folder)
     assert checks["first layer that diverges"].found == "3"
     failed = {what for what, check in checks.items() if check.passed is False}

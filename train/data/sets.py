@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from kernels.mesh import BATCH, CONTEXT
 from train.base.options import Flat, OptionGroup
+from train.base.source import SourceOptions
 from train.data import pictures, store
 from train.data.naming import ColumnOptions
 from train.data.packing import TEXT, Chat, Example, PackingOptions, RecordKind, Survey, fingerprint, prompt_of
@@ -59,6 +60,7 @@ class RowOptions(OptionGroup):
     """Model whose tokenizer and template are used: a zoo name, a Hub repository org/name, or a folder."""
     revision: str | None = None
     """Branch, tag or commit of the Hub repository."""
+    source: Flat[SourceOptions] = SourceOptions()
     seq_len: int = 2048
     """Number of tokens in a row."""
     kind: Literal["text", "preferences", "kto"] = "text"

@@ -17,6 +17,7 @@ from kernels.mesh import BATCH, CONTEXT, EXPERT, FSDP, REPLICA, STAGE, TENSOR
 from train.base.chips import Chip, ring_rate, slowest_link
 from train.base.flops import flops_per_token, products_of_image, products_per_token
 from train.base.options import Flat, Group, OptionGroup, option
+from train.base.source import SourceOptions
 from train.planning.ahead import (
     NONE,
     Compiled,
@@ -54,6 +55,7 @@ class Options(OptionGroup):
 
     model: tyro.conf.Positional[str] = option(dataclasses.MISSING, group=Group.MODEL)
     """A zoo name, a folder with a config.json, or a Hub repository org/name; weights are not read."""
+    source: Flat[SourceOptions] = SourceOptions()
     topology: str = option(dataclasses.MISSING, group=Group.DEVICES)
     """TPUs by their slice's shape in chips, v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4 or tpu7x:2x2x2, or by Google Cloud's
     names, v6e-8, v5litepod-16 or v5p-128; GPUs by their number, t4:1, l4:8, 4090:2, a100-40gb:8, a100:8, h100:8,
@@ -418,7 +420,7 @@ def _bounds(
 
     The limits are "compute", "HBM" and "interconnect".
     """
-    teacher = zoo.inspect(options.teacher) if options.teacher else None
+    teacher = zoo.inspect(options.teacher, ignore=options.source.ignore_keys) if options.teacher else None
 
     def of_token(seq: int) -> float:
         """Counts the multiply-adds of a token, on average over a text."""

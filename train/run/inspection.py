@@ -32,7 +32,6 @@ from train.data.record import PLACES, Problems
 from train.data.records import Record, open_records
 from train.data.sets import RowOptions, documents, refuse_columns
 from train.run import report
-from zoo.source import Source
 from zoo.text.tokenizer import Tokenizer
 
 
@@ -146,7 +145,7 @@ def of_records(options: InspectOptions, path: str) -> Summary:
     """Inspects the records of files."""
     if options.verify:
         raise ValueError(f"--verify: {path} is no prepared store, so there is no SHA-256 to compare.")
-    model = Source.open(options.model or "tiny", options.revision)
+    model = options.source.open(options.model or "tiny", options.revision)
     tokenizer = zoo.tokenizer(model, **options.chat.arguments)
     kind, shape = options.how(model.config.vocab_size)
     records, valid = open_records(path, 0.0, options.naming.columns)

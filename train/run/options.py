@@ -9,6 +9,7 @@ from typing import ClassVar
 from train.base.command import CommandOptions
 from train.base.options import Flat, Group, option
 from train.base.profiling import ProfileOptions
+from train.base.source import SourceOptions
 from train.data.packing import Chat
 from train.data.sets import Phase, Reading
 from train.evaluate.validation import BATCHES, ValidationOptions
@@ -34,6 +35,7 @@ class Options(CommandOptions, abc.ABC):
     """Patterns of the paths of weights that are not trained, such as vision.* for a vision tower, or embed_tokens.* and
     *norm*. These weights need no gradients, and no memory of the optimizer. Layers of one kind have one path, and so
     are frozen together."""
+    source: Flat[SourceOptions] = SourceOptions()
     optim: Flat[OptimizerOptions] = OptimizerOptions()
     step: Flat[StepOptions] = StepOptions()
     state: Flat[StateOptions] = StateOptions()

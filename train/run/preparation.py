@@ -19,7 +19,6 @@ import zoo
 from train.data import store
 from train.data.records import Record, open_records
 from train.data.sets import RowOptions
-from zoo.source import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,7 @@ def make(options: PrepareOptions, shard: Shard) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1)
 def _opened(options: PrepareOptions) -> Any:
     """Opens tokenizer and data, once in each process."""
-    model = Source.open(options.model, options.revision)
+    model = options.source.open(options.model, options.revision)
     tokenizer = zoo.tokenizer(model, **options.chat.arguments)
     kind, shape = options.how(model.config.vocab_size)
     return (

@@ -242,7 +242,7 @@ class Model(AbstractModel):
 
 
 def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop two keys of released files that repeat others. One that says otherwise stays, and is refused as unknown."""
+    """Drop two keys of released files that repeat others. One that says otherwise stays, and is skipped."""
     rope = hub.get("rope_parameters") or hub.get("rope_scaling") or {}
     repeats = {
         "experts_per_token": hub.get("num_experts_per_tok"),

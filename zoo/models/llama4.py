@@ -331,7 +331,7 @@ def standard_form(hub: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a nested config.json (with a `text_config`), and drop `nope_layer_interval`, a key of Maverick's, if it
     says the default of `no_rope_layer_interval`.
 
-    transformers ignores that key, so with another value it is refused as unknown.
+    transformers ignores that key, so with another value it is skipped with a warning.
 
     Raises:
         ValueError: from `Nested.flat`.

@@ -5,7 +5,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from beartype.door import is_bearable
 
@@ -14,46 +14,27 @@ from zoo.nn.model import AbstractConfig, OneOf
 
 T = TypeVar("T")
 
-# Keys of config.json that do not affect what the model computes. Saving copies them.
+# Keys of config.json that libraries read, but that do not affect what the model computes. Saving copies them.
 NOT_THE_MODEL = {
-    "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern", "attn_implementation", "aux_loss_alpha",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
+    "_experts_implementation", "_name_or_path", "_sliding_window_pattern", "attn_implementation", "aux_loss_alpha",
     "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "bos_token_id", "cache_implementation",
-    "chunk_size_feed_forward", "conv_use_xavier_init", "dtype", "eos_token_id", "ep_size",
-    "gradient_checkpointing", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "n_ctx", "n_special",
-    "num_logits_to_keep", "output_attentions", "output_hidden_states", "output_past", "output_router_logits",
-    "pad_token_id", "predict_special_tokens", "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef",
-    "router_jitter_noise", "seq_aux", "sliding_window_size", "summary_activation", "summary_proj_to_labels",
-    "summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version",
-    "unsloth_version", "use_cache",
+    "chunk_size_feed_forward", "conv_use_xavier_init", "decoder_start_token_id", "dtype", "eos_token_id", "ep_size",
+    "experts_implementation", "gradient_checkpointing", "id2label", "initializer_range", "is_encoder_decoder",
+    "label2id", "n_ctx", "n_special", "name_or_path", "num_labels", "num_logits_to_keep", "output_attentions",
+    "output_hidden_states", "output_past", "output_router_logits", "pad_token_id", "predict_special_tokens",
+    "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "sep_token_id",
+    "seq_aux", "sliding_window_size", "summary_activation", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 
 DROPOUT = re.compile(r".*(dropout|dropout_prob|pdrop)")  # nor do these: dropout is off at inference
 
-# Nor do these, which libraries and training runs leave behind. `read` lists those that it finds in one warning.
-LEFT_BEHIND = {
-    # settings for generation, which belong in generation_config.json
-    "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "do_sample",
-    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
-    "forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "min_p",
-    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
-    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k",
-    "top_p", "typical_p",
-    # for other uses of the architecture, and for how a library runs it
-    "_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_experts_implementation",
-    "_flash_attn_2_enabled", "cross_attention_hidden_size", "experts_implementation", "finetuning_task", "is_decoder",
-    "is_llama_config", "name_or_path", "num_labels", "prefix", "sep_token_id", "tf_legacy_loss", "tie_encoder_decoder",
-    "tokenizer_class", "torchscript", "transformers.js_config", "use_bfloat16", "use_flash_attention",
-    "use_flash_attention_2",
-    # for training
-    "gradient_checkpointing_kwargs", "max_seq_length", "model_max_length", "neftune_noise_alpha",
-    "tokenizer_model_max_length", "tokenizer_padding_side", "unsloth_fixed", "unsloth_tiled_mlp",
-}  # fmt: skip
-
 # Numbers that may be 0, and upper bounds of integers. All other numbers must be above 0, and integers below 2**31.
 MAY_BE_ZERO = {
     "attention_factor", "attn_scale", "first_k_dense_replace", "head_dim", "hidden_size_per_layer_input",
-    "interleave_moe_layer_step", "layer_norm_epsilon", "max_window_layers", "mscale", "mscale_all_dim",
-    "mtp_num_hidden_layers", "num_dense_layers", "num_nextn_predict_layers", "rms_norm_eps",
+    "interleave_moe_layer_step", "layer_norm_epsilon", "llama_4_scaling_beta", "max_window_layers", "mscale",
+    "mscale_all_dim", "mtp_num_hidden_layers", "num_dense_layers", "num_nextn_predict_layers", "rms_norm_eps",
 }  # fmt: skip
 
 MOST = {"num_hidden_layers": 100_000, "n_layer": 100_000}
@@ -62,9 +43,25 @@ MOST = {"num_hidden_layers": 100_000, "n_layer": 100_000}
 NOT_CARRIED = {"auto_map", "quantization_config"}
 
 
+class KeyProblem(ValueError):
+    """A key of config.json that cannot be read."""
+
+    def __init__(self, says: str, key: str, kind: Literal["unknown", "value", "type"], *, part: str = ""):
+        """Make the error.
+
+        Args:
+            says: the message.
+            key: the key.
+            kind: whether the key is not known, has a value that is not implemented, or one of a wrong type.
+            part: the object that it stands in, such as "vision_config"; "": none, or `text_config`.
+        """
+        super().__init__(says)
+        self.key, self.kind, self.part = key, kind, part
+
+
 def is_ignorable(key: str) -> bool:
     """Whether a key of config.json does not affect what the model computes."""
-    return key in NOT_THE_MODEL or key in LEFT_BEHIND or DROPOUT.fullmatch(key) is not None
+    return key in NOT_THE_MODEL or DROPOUT.fullmatch(key) is not None
 
 
 def typed(key: str, value: Any, hint: Any, who: str) -> Any:
@@ -125,19 +122,26 @@ def alternatives(implied: Any) -> tuple:
 def part_config(kind: type[T], stated: Mapping[str, Any], implied: Mapping[str, Any], name: str) -> T:
     """Read an object within a config.json, such as `vision_config`, as a dataclass: strictly, as `read` does.
 
+    `name` is the object's key, or "It" for the file itself.
+
     Raises:
-        ValueError: naming the key that is unknown, of the wrong type, or of a value not implemented.
+        KeyProblem: naming the key that is unknown, of the wrong type, or of a value not implemented.
     """
     hints = {k: hint for k, hint in typing.get_type_hints(kind).items() if typing.get_origin(hint) is not ClassVar}
-    values = {}
+    values, part = {}, "" if name == "It" else name
     for key, value in stated.items():
         if key in hints and value is not None:
-            values[key] = typed(key, value, hints[key], f"{name} says {key}={value!r:.200}; it")
+            try:
+                values[key] = typed(key, value, hints[key], f"{name} says {key}={value!r:.200}; it")
+            except ValueError as error:
+                raise KeyProblem(str(error), key, "type", part=part) from error
         elif key in implied and value not in alternatives(implied[key]):
             only = " and ".join(map(repr, alternatives(implied[key])))
-            raise ValueError(f"{name} says {key}={value!r:.200}, but only {only} is implemented.")
+            says = f"{name} says {key}={value!r:.200}, but only {only} is implemented."
+            raise KeyProblem(says, key, "value", part=part)
         elif key not in implied and not is_ignorable(key) and value is not None:
-            raise ValueError(f"{name} has the key {key!r} (= {value!r:.200}), which is not known here.")
+            says = f"{name} has the key {key!r} (= {value!r:.200}), which is not known here."
+            raise KeyProblem(says, key, "unknown", part=part)
     return kind(**values)
 
 
@@ -159,13 +163,15 @@ def fill_layers(config: AbstractConfig, key: str, usual: Callable[[int], Any]) -
 def text_config(hub: Mapping[str, Any], beside: Collection[str]) -> dict[str, Any]:
     """Extract the text model's part of a multimodal config.json.
 
-    `beside` lists keys outside of `text_config` that do not affect the text model.
+    `beside` lists keys outside of `text_config` that do not affect the text model. The `architectures` inside, which
+    transformers does not read, may be the whole model's, and are left out.
 
     Raises:
-        ValueError: naming an unknown key outside of `text_config`.
+        KeyProblem: naming an unknown key outside of `text_config`.
     """
     outer = {key: value for key, value in hub.items() if key != "text_config"}
-    if unknown := outer.keys() - set(beside) - NOT_THE_MODEL - NOT_CARRIED:
-        keys = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"config.json has {keys} beside text_config; whether that changes the text is not known here.")
-    return dict(hub["text_config"]) | {key: value for key, value in outer.items() if key not in beside}
+    if unknown := sorted(outer.keys() - set(beside) - NOT_THE_MODEL - NOT_CARRIED):
+        says = f"{unknown[0]!r} beside text_config; whether that changes the text is not known here."
+        raise KeyProblem(f"config.json has {says}", unknown[0], "unknown")
+    text = {key: value for key, value in hub["text_config"].items() if key != "architectures"}
+    return text | {key: value for key, value in outer.items() if key not in beside}

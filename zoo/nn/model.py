@@ -400,7 +400,7 @@ class Family:
 
     standard_form: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     """Brings a parsed config.json, of which there may be several forms, into the one that `Config` and `implied` speak
-    of. Raises ValueError for what it can't."""
+    of. Raises ValueError for what it can't, and where one key is at fault, `zoo.nn.fields.KeyProblem`."""
 
     published_form: Callable[[dict[str, Any]], dict[str, Any]] = dict
     """Brings a config.json in the standard form into the one in which models are published: its inverse."""

@@ -25,7 +25,6 @@ from zoo.generation.speculative import MTPDraft
 from zoo.mesh import make_mesh
 from zoo.nn.heads import Kind
 from zoo.serve.served import Served
-from zoo.source import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +97,7 @@ def models(
     source: str, load: LoadOptions, adapters: Mapping[str, pathlib.Path], mesh: Mesh | None, head: Kind | None = None
 ) -> list[Served]:
     """Loads a model, and puts the adapters of folders on it, of which each makes a further model by its name."""
-    opened = Source.open(source)
+    opened = load.open(source)
     if head is not None:
         if adapters or load.adapter or load.draft or load.images:
             raise ValueError("A model with a head takes no adapters, drafts and images here.")

@@ -142,7 +142,7 @@ class Gemma3(Checkpoint):
     inward = ("out_proj", "fc2")
     refused = (
         (dict(hidden_act="gelu"), "vision_config says hidden_act='gelu', but only 'gelu_pytorch_tanh' is implemented"),
-        (dict(cls_token=True), r"vision_config has the key 'cls_token' \(= True\), which is not known here"),
+        (dict(sliding_window=8), r"vision_config has the key 'sliding_window' \(= 8\), which is not known here"),
         (dict(hidden_size=25), "hidden_size=25, which is no multiple of num_attention_heads=2"),
         (dict(patch_size=5), "image_size=12, which is no multiple of patch_size=5"),
         (dict(image_size=8), "mm_tokens_per_image=9 is not the square of a divisor of 4, the number of patches"),

@@ -182,7 +182,7 @@ class Gemma4(Checkpoint):
     fixed = ("layer_scalar", "std_bias", "std_scale", "put_min", "put_max")
     refused = (
         (dict(hidden_activation="gelu"), "vision_config says hidden_activation='gelu', but only 'gelu_pytorch_tanh'"),
-        (dict(layer_norm_eps=1e-6), r"vision_config has the key 'layer_norm_eps' \(= 1e-06\), which is not known"),
+        (dict(sliding_window=8), r"vision_config has the key 'sliding_window' \(= 8\), which is not known here"),
         (dict(num_key_value_heads=1), "num_key_value_heads=1, and needs num_attention_heads=2 of them"),
         (dict(head_dim=6), r"with a head_dim that is a multiple of 4 \(6\)"),
         (dict(rope_parameters=dict(rope_theta=1e4, rope_type="yarn")), "rope_type needs"),

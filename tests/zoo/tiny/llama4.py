@@ -150,7 +150,7 @@ class Llama4(Checkpoint):
     refused = (
         (dict(hidden_act="silu"), "vision_config says hidden_act='silu', but only 'gelu' is implemented"),
         (dict(norm_eps=1e-6), "vision_config says norm_eps=1e-06, but only 1e-05 is implemented"),
-        (dict(cls_token=True), r"vision_config has the key 'cls_token' \(= True\), which is not known here"),
+        (dict(sliding_window=8), r"vision_config has the key 'sliding_window' \(= 8\), which is not known here"),
         (dict(rope_parameters=dict(rope_type="yarn")), "vision_config has the key 'rope_parameters'"),
         (dict(hidden_size=20), r"hidden_size=20, which is no multiple of 4 \* num_attention_heads=2"),
         (dict(patch_size=5), "image_size=12, which is no multiple of patch_size=5"),

@@ -97,7 +97,7 @@ class Mistral3(Checkpoint):
     refused = (
         (dict(hidden_act="gelu"), "vision_config says hidden_act='gelu', but only 'silu' is implemented"),
         (dict(hidden_act=None), "hidden_act"),
-        (dict(cls_token=True), r"vision_config has the key 'cls_token' \(= True\), which is not known here"),
+        (dict(sliding_window=8), r"vision_config has the key 'sliding_window' \(= 8\), which is not known here"),
         (dict(head_dim=4), r"hidden_size=16, which is not num_attention_heads=2 times a head_dim that .* \(4\)"),
         (dict(head_dim=None, num_attention_heads=8), r"num_attention_heads=8 times .* multiple of 4 \(2\)"),
         (dict(rope_parameters=dict(rope_theta=1e4, rope_type="yarn")), "only a rope_theta is implemented"),

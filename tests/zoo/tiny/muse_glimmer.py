@@ -138,7 +138,7 @@ class MuseGlimmer(Checkpoint):
     inward = (".proj", "fc2")
     refused = (
         (dict(hidden_act="silu"), "vision_config says hidden_act='silu', but only 'gelu' is implemented"),
-        (dict(window_size=8), r"vision_config has the key 'window_size' \(= 8\), which is not known here"),
+        (dict(sliding_window=8), r"vision_config has the key 'sliding_window' \(= 8\), which is not known here"),
         (dict(hidden_size=20), "hidden_size=20, which is no multiple of four times num_attention_heads=2"),
         (dict(layer_types=["full_attention"]), "layer_types with 1 entries, but num_hidden_layers is 4"),
         (dict(pos_emb_width=6), "pos_emb_height=4 and pos_emb_width=6; only equal multiples of merge_size=2"),

@@ -95,7 +95,7 @@ class Qwen25VL(Checkpoint):
     inward = (".proj", "down_proj", "fc2")
     refused = (
         (dict(hidden_act="gelu"), "vision_config says hidden_act='gelu', but only 'silu' is implemented"),
-        (dict(layer_norm_eps=1e-6), r"vision_config has the key 'layer_norm_eps' \(= 1e-06\), which is not known here"),
+        (dict(sliding_window=8), r"vision_config has the key 'sliding_window' \(= 8\), which is not known here"),
         (dict(hidden_size=20), "hidden_size=20, which is no multiple of four times num_heads=2"),
         (dict(window_size=3), "window_size=3, which is less than a feature of 2 x 2 patches"),
         (dict(out_hidden_size=16), "out_hidden_size=16, but the text model's hidden_size is 32"),

@@ -140,7 +140,7 @@ class Qwen3VL(Checkpoint):
     inward = ("proj", "linear_fc2")
     refused = (
         (dict(hidden_act="gelu"), "vision_config says hidden_act='gelu', but only 'gelu_pytorch_tanh' is implemented"),
-        (dict(window_size=8), r"vision_config has the key 'window_size' \(= 8\), which is not known here"),
+        (dict(sliding_window=8), r"vision_config has the key 'sliding_window' \(= 8\), which is not known here"),
         (dict(hidden_size=20), "hidden_size=20, which is no multiple of four times num_heads=2"),
         (dict(num_position_embeddings=8), "num_position_embeddings=8, no square"),
         (
