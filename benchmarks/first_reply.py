@@ -21,7 +21,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from benchmarks.common import alternate, ratios, report
 
@@ -83,7 +85,12 @@ def chat(folder: str, options: list[str], programs: str) -> dict[str, float]:
         _one(process.stdout)
         first = clock.wall()
         process.stdout.read()
-    return {"until it asks, s": ready, "until the first word, s": first, "all, s": clock.wall(), "all, CPU s": clock.cpu()}
+    return {
+        "until it asks, s": ready,
+        "until the first word, s": first,
+        "all, s": clock.wall(),
+        "all, CPU s": clock.cpu(),
+    }
 
 
 def _one(pipe: Any) -> bytes:
@@ -151,7 +158,9 @@ def _programs() -> Iterator[str]:
         yield folder
 
 
-def main(folder: str, rounds: int = 3, dtypes: tuple[str, ...] = ("auto", "bfloat16")) -> None:
+def main(
+    folder: Annotated[str, tyro.conf.Positional], rounds: int = 3, dtypes: tuple[str, ...] = ("auto", "bfloat16")
+) -> None:
     """Measures `zoo chat`, `zoo serve` and transformers, in turns.
 
     Args:
@@ -188,6 +197,4 @@ def main(folder: str, rounds: int = 3, dtypes: tuple[str, ...] = ("auto", "bfloa
 
 
 if __name__ == "__main__":
-    import tyro
-
     tyro.cli(main)
