@@ -1,5 +1,6 @@
 """The command line: `python -m zoo verify SOURCE`, `chat SOURCE`, `serve SOURCE`, `evaluate SOURCE --tasks TASK`,
-`merge SOURCE ADAPTER OUT`, `to-hub CHECKPOINT OUT`, `to-orbax MODEL OUT`."""
+`merge SOURCE ADAPTER OUT`, `to-hub CHECKPOINT OUT`, `to-orbax MODEL OUT`,
+`to-gguf SOURCE OUT.gguf`."""
 
 import pathlib
 import shutil
@@ -12,6 +13,7 @@ import zoo
 from kernels.backends.program_cache import keep_programs
 from zoo import evaluation, lora
 from zoo.chat import LoadOptions, chat
+from zoo.gguf import to_gguf
 from zoo.orbax import to_hub, to_orbax
 from zoo.serve import serve
 from zoo.source import Source
@@ -110,6 +112,7 @@ if __name__ == "__main__":
                 "merge": merge,
                 "to-hub": to_hub,
                 "to-orbax": to_orbax,
+                "to-gguf": to_gguf,
             },
             prog="python -m zoo",
             description=__doc__,

@@ -209,4 +209,6 @@ def _check_published(name: str) -> None:
 def _unknown(name: str) -> ValueError:
     close = difflib.get_close_matches(name.lower().replace("_", "-"), names())
     meant = f"did you mean {', '.join(close)}? " if close else ""
-    return ValueError(f"{name!r} is no zoo name, Hub repository, folder or GGUF file; {meant}zoo.names() lists the names.")
+    return ValueError(
+        f"{name!r} is no zoo name, Hub repository, folder or GGUF file; {meant}zoo.names() lists the names."
+    )

@@ -6,6 +6,7 @@ src/models/*.cpp (what is computed) of github.com/ggml-org/llama.cpp.
 """
 
 import math
+import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from convert.gguf.container import Opened, Rows, Stored, plain, short, values
+from convert.gguf.container import FLOATS, Opened, Rows, Stored, plain, short, values
 from convert.packed import Packed
 from convert.tensors import Tensor
 
@@ -22,6 +23,7 @@ from convert.tensors import Tensor
 WITHOUT_INFLUENCE = ("pooling_type", "tensor_data_layout", "attention.causal")
 FREQUENCIES = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+STATED = FREQUENCIES, LONG, SHORT
 SIZES = {  # config.json's keys that most architectures have
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -51,12 +53,36 @@ SANDWICH = {
 BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}  # config.json's key -> a module that has a bias then
 
 
+@dataclass(frozen=True)
+class Content:
+    """What config.json follows from: a file that was opened, or one that is yet to be written."""
+
+    path: pathlib.Path
+    metadata: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of each tensor."""
+    vectors: Mapping[str, np.ndarray]
+    """The values of those tensors that state a scaling of rotary positions."""
+    dtype: np.dtype = FLOATS["F32"]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture"))
+
+
+def described(opened: Opened) -> Content:
+    """Returns what config.json follows from."""
+    shapes = {name: stored.shape for name, stored in opened.tensors.items()}
+    vectors = {name: values(opened.tensors[name]) for name in STATED if name in shapes}
+    return Content(opened.path, opened.metadata, shapes, vectors, opened.dtype)
+
+
 class Keys:
     """The keys of an architecture's metadata, of which each is taken once."""
 
-    def __init__(self, opened: Opened):
-        self.opened, self.prefix = opened, f"{opened.architecture}."
-        self._rest = {key.removeprefix(self.prefix): value for key, value in opened.metadata.items()
+    def __init__(self, content: Content):
+        self.content, self.prefix = content, f"{content.architecture}."
+        self._rest = {key.removeprefix(self.prefix): value for key, value in content.metadata.items()
                       if key.startswith(self.prefix)}  # fmt: skip
 
     def take(self, key: str, default: Any = None) -> Any:
@@ -75,7 +101,7 @@ class Keys:
             raise self.refusal(key, value, f"; what is read: {' and '.join(map(repr, allowed))}")
 
     def refusal(self, key: str, value: Any, why: str) -> ValueError:
-        return ValueError(f"{self.opened.path} says {self.prefix}{key}={value!r:.200}, which is not implemented{why}.")
+        return ValueError(f"{self.content.path} says {self.prefix}{key}={value!r:.200}, which is not implemented{why}.")
 
     def end(self) -> None:
         """Raise ValueError if a key was not taken that may change what the model computes."""
@@ -128,7 +154,9 @@ class Architecture:
     @property
     def names(self) -> dict[str, str]:
         """Returns the modules of a whole model and of a layer `{}`, by the file's names."""
-        inside = {f"blk.{{}}.{ours}": self.layers + theirs for ours, theirs in self.modules.items() if ours not in WHOLE}
+        inside = {
+            f"blk.{{}}.{ours}": self.layers + theirs for ours, theirs in self.modules.items() if ours not in WHOLE
+        }
         return {**WHOLE, **{ours: theirs for ours, theirs in self.modules.items() if ours in WHOLE}, **inside}
 
 
@@ -137,7 +165,7 @@ class Architecture:
 # ======================================================================================================================
 
 
-def of(opened: Opened) -> Architecture:
+def of(opened: Opened | Content) -> Architecture:
     """Returns the architecture of a file.
 
     Raises:
@@ -152,27 +180,27 @@ def of(opened: Opened) -> Architecture:
     return found[0]
 
 
-def config_json(opened: Opened) -> Config:
+def config_json(content: Content) -> Config:
     """Makes config.json of the metadata and of the tensors' names and shapes.
 
     Raises:
         ValueError: a key is missing, unknown or has a value that is not implemented; the message names it.
     """
-    kind, keys = of(opened), Keys(opened)
+    kind, keys = of(content), Keys(content)
     config: Config = {"model_type": kind.model_type, "architectures": [kind.kind], **kind.implied, **kind.defaults}
     for key, name in kind.keys.items():
         if (value := keys.take(key)) is not None:
             config[name] = value
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
         if not isinstance(config.get(name), int) or config[name] < 1:
-            raise ValueError(f"{opened.path} lacks {keys.prefix}{_inverse(kind.keys)[name]}, or it is no number.")
-    if (embedding := opened.tensors.get("token_embd.weight")) is None or len(embedding.shape) != 2:
-        raise ValueError(f"{opened.path} has no matrix token_embd.weight; other parts of a model are not read alone.")
-    config["vocab_size"] = embedding.shape[0]
-    keys.need("vocab_size", embedding.shape[0])
+            raise ValueError(f"{content.path} lacks {keys.prefix}{_inverse(kind.keys)[name]}, or it is no number.")
+    if (embedding := content.shapes.get("token_embd.weight")) is None or len(embedding) != 2:
+        raise ValueError(f"{content.path} has no matrix token_embd.weight; other parts of a model are not read alone.")
+    config["vocab_size"] = embedding[0]
+    keys.need("vocab_size", embedding[0])
     if kind.ties:
-        config["tie_word_embeddings"] = "output.weight" not in opened.tensors
-    config |= {key: f"blk.0.{module}.bias" in opened.tensors for key, module in kind.biases.items()}
+        config["tie_word_embeddings"] = "output.weight" not in content.shapes
+    config |= {key: f"blk.0.{module}.bias" in content.shapes for key, module in kind.biases.items()}
     config |= kind.read(keys, config)
     if kind.states_head:
         config |= _head(keys, config)
@@ -184,8 +212,8 @@ def config_json(opened: Opened) -> Config:
     config |= _scaling(keys, config)
     keys.end()
     ends = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
-    said = {name: opened.metadata.get(f"tokenizer.ggml.{key}") for key, name in ends.items()}
-    return config | {name: id for name, id in said.items() if id is not None} | {"torch_dtype": opened.dtype.name}
+    said = {name: content.metadata.get(f"tokenizer.ggml.{key}") for key, name in ends.items()}
+    return config | {name: id for name, id in said.items() if id is not None} | {"torch_dtype": content.dtype.name}
 
 
 def _head(keys: Keys, config: Config) -> Config:
@@ -199,16 +227,16 @@ def _head(keys: Keys, config: Config) -> Config:
 
 def _scaling(keys: Keys, config: Config) -> Config:
     """Makes `rope_scaling`, unless `config` has one already."""
-    kind, tensors = keys.take("rope.scaling.type", "none"), keys.opened.tensors
+    kind, vectors = keys.take("rope.scaling.type", "none"), keys.content.vectors
     factor, original = keys.take("rope.scaling.factor"), keys.take("rope.scaling.original_context_length")
     keys.need("rope.scaling.finetuned", False, True)
     if "rope_scaling" in config:
         return {}
     stated: Config
-    if FREQUENCIES in tensors:
+    if FREQUENCIES in vectors:
         if kind != "none":
             raise keys.refusal("rope.scaling.type", kind, f" beside {FREQUENCIES}")
-        stated = _llama3(values(tensors[FREQUENCIES]), config)
+        stated = _llama3(vectors[FREQUENCIES], config)
     elif kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
         return {"rope_scaling": None}
     elif kind == "linear":
@@ -267,10 +295,9 @@ def tensors(opened: Opened) -> dict[str, Tensor | Packed]:
         ValueError: the architecture is not implemented or has no such tensor; the message names it.
     """
     kind, out = of(opened), {}
-    config = config_json(opened)
-    names, said = kind.names, (FREQUENCIES, LONG, SHORT)
+    config, names = config_json(described(opened)), kind.names
     for name, stored in opened.tensors.items():
-        if name in said or any(re.fullmatch(pattern, name) for pattern in kind.dropped):
+        if name in STATED or any(re.fullmatch(pattern, name) for pattern in kind.dropped):
             continue
         layer, module, parameter = _parts(name)
         if experts := kind.experts.get(module) if layer is not None and parameter in ("weight", "bias") else None:
@@ -399,7 +426,9 @@ def made(kind: Architecture, config: Mapping[str, Any], hub: Mapping[str, Any]) 
                 count = next(n for n in range(len(hub) + 1) if each.format(expert=n) not in hub)
                 all_of = [hub[each.format(expert=n)] for n in range(count)]
                 used |= {each.format(expert=n) for n in range(count)}
-                stack = lambda rows, all_of=all_of: np.stack([one.part((), np.dtype(np.float32)) for one in all_of[rows]])
+                stack = lambda rows, all_of=all_of: np.stack(
+                    [one.part((), np.dtype(np.float32)) for one in all_of[rows]]
+                )
                 yield f"blk.{layer}.{ours}.{parameter}", (count, *tensor.shape), stack
                 break
         else:
@@ -468,7 +497,7 @@ def _scalar(config: Config, keys: Keys, layers: int) -> Config:
     """Follows llama.cpp: the square of what scores are divided by is the head's size, but in 27B hidden / heads."""
     large, heads = config["num_hidden_layers"] == layers, config["num_attention_heads"]
     return {"query_pre_attn_scalar": config["hidden_size"] // heads if large else
-            keys.opened.metadata.get(f"{keys.prefix}attention.key_length", 256)}  # fmt: skip
+            keys.content.metadata.get(f"{keys.prefix}attention.key_length", 256)}  # fmt: skip
 
 
 def _gemma3(keys: Keys, config: Config) -> Config:
@@ -476,7 +505,7 @@ def _gemma3(keys: Keys, config: Config) -> Config:
 
 
 def _phi3(keys: Keys, config: Config) -> Config:
-    head, tensors = config["hidden_size"] // config["num_attention_heads"], keys.opened.tensors
+    head, vectors = config["hidden_size"] // config["num_attention_heads"], keys.content.vectors
     turned = keys.take("rope.dimension_count", head)
     positions = config["max_position_embeddings"]
     original = keys.take("rope.scaling.original_context_length", positions)
@@ -488,8 +517,8 @@ def _phi3(keys: Keys, config: Config) -> Config:
         "rope_scaling": None,
     }
     attention = keys.take("rope.scaling.attn_factor")
-    if LONG in tensors:
-        long, short_ = ([short(x) for x in values(tensors[name]).tolist()] for name in (LONG, SHORT))
+    if LONG in vectors:
+        long, short_ = ([short(x) for x in vectors[name].tolist()] for name in (LONG, SHORT))
         out["rope_scaling"] = {"type": "longrope", "short_factor": short_, "long_factor": long}
         scale = positions / original
         follows = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0

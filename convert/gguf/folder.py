@@ -35,7 +35,9 @@ def one_of(paths: list[pathlib.Path], where: str) -> pathlib.Path | None:
     models = [path for path in first if not path.name.startswith("mmproj")]
     if len(models) > 1:
         names = ", ".join(path.name for path in models[:12]) + (", ..." if len(models) > 12 else "")
-        raise ValueError(f"{where} has {len(models)} GGUF files; name one of them, as {where}/{models[0].name}: {names}.")
+        raise ValueError(
+            f"{where} has {len(models)} GGUF files; name one of them, as {where}/{models[0].name}: {names}."
+        )
     return models[0] if models else None
 
 
@@ -54,7 +56,7 @@ def folder_of(file: pathlib.Path) -> pathlib.Path:
 def _write(opened: Opened, folder: pathlib.Path) -> None:
     folder.mkdir(exist_ok=True)  # it may be there if a process was killed
     files = {
-        "config.json": architectures.config_json(opened),
+        "config.json": architectures.config_json(architectures.described(opened)),
         "tokenizer.json": tokens.tokenizer_json(opened),
         "tokenizer_config.json": tokens.tokenizer_config(opened),
     }

@@ -99,6 +99,12 @@ def tokenizer_json(opened: Opened) -> Json:
     return found | {"post_processor": _template(before, after, said)}
 
 
+def text_of(found: Json, id: int) -> str | None:
+    """Returns the token of this id in the object of a tokenizer.json."""
+    added = (token["content"] for token in found.get("added_tokens", ()) if token["id"] == id)
+    return next(added, None) or next((token for token, n in found["model"]["vocab"].items() if n == id), None)
+
+
 class _Said:
     """The metadata of a tokenizer."""
 
@@ -297,7 +303,9 @@ def metadata(
         raise ValueError(f"A tokenizer of the type {model.get('type')} is not written to GGUF; one of BPE is.")
     tokens = {id: token for token, id in model["vocab"].items()} | {id: t["content"] for id, t in added.items()}
     if (largest := max(tokens)) >= size:
-        raise ValueError(f"The token {tokens[largest]!r} has the id {largest}; the model has {size} rows of embeddings.")
+        raise ValueError(
+            f"The token {tokens[largest]!r} has the id {largest}; the model has {size} rows of embeddings."
+        )
     bytes_, pieces = bool(model.get("byte_fallback")), bool(model.get("byte_fallback"))
     kinds = [UNUSED] * size
     for id, token in tokens.items():
@@ -384,5 +392,7 @@ def _pieces(
     pieces = {token: float(score) for token, score, kind in zip(texts, scores, kinds, strict=True) if kind in
               (NORMAL, USER_DEFINED)}  # fmt: skip
     if set(merges_of(pieces)) != set(merges):
-        raise ValueError("The tokenizer's merges do not follow from scores of its tokens, by which GGUF would say them.")
+        raise ValueError(
+            "The tokenizer's merges do not follow from scores of its tokens, by which GGUF would say them."
+        )
     return {"scores": scores, "add_space_prefix": prefix}
