@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import pathlib
 import sys
@@ -109,17 +110,19 @@ def _tokenizer(source: Source, config: AbstractConfig, architecture: str) -> dic
     tokenizer, settings = Tokenizer(source.folder), source.folder / "tokenizer_config.json"
     plain, around = tokenizer.encode("a", special=False), tokenizer.encode("a")
     settings = files.read_json(settings) if settings.exists() else {}
-    ends = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos[0] if tokenizer.eos else None}
+    roles = dict(zip(tokens.ENDS, tokenizer.eos, strict=False))  # a file has three at most
+    if len(tokenizer.eos) > len(tokens.ENDS):
+        logging.getLogger("zoo").warning("Of the ids that end a generation, %s, a GGUF file has three.", tokenizer.eos)
+    if tokenizer.bos is not None:
+        roles["bos"] = tokenizer.bos
     found = json.loads(path.read_text(encoding="utf-8"))
-    for name, id in ends.items():  # generation_config.json may name another end than tokenizer_config.json
-        if id is not None and (text := tokens.text_of(found, id)) is not None:
-            settings[name] = text
     adds = around[:1] == [tokenizer.bos] != plain[:1], len(around) > len(plain) and around[-1] in tokenizer.eos
     if len(around) != len(plain) + sum(adds):
         raise ValueError(f"The tokenizer of {source.name} puts other tokens around a text than bos and eos.")
     return tokens.metadata(
-        found, settings, tokenizer.chat_template, size=config.vocab_size, adds=adds, architecture=architecture
-    )
+        found, settings, tokenizer.chat_template, roles=roles, size=config.vocab_size, adds=adds,
+        architecture=architecture,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -54,6 +54,12 @@ for _file in models.FAMILIES.keys() - INDEX["model_types"].values():  # one that
     register(models.FAMILIES[_file])
 
 
+def is_local(name: str) -> bool:
+    """Whether a name is a folder or a GGUF file of this machine."""
+    path = pathlib.Path(name)
+    return bool(name) and (path.is_dir() or (path.suffix == ".gguf" and path.is_file()))
+
+
 def family_for(hub: Mapping[str, Any]) -> Family | None:
     """Return the family of a parsed config.json, by its model_type; None: no family has it.
 

@@ -19,8 +19,24 @@ from convert.packed import Packed
 from convert.tensors import Tensor
 
 
-# Keys that change no number of the model: names for people, and what samplers and other programs ask for.
-WITHOUT_INFLUENCE = ("pooling_type", "tensor_data_layout", "attention.causal")
+# Keys that change no number of the model: what other programs ask for.
+WITHOUT_INFLUENCE = ("pooling_type", "tensor_data_layout", "rope.scaling.finetuned")
+# Keys that change nothing if they have one of these values, of architectures that do not read them.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_gating_func": (1,),  # softmax
+    "expert_weights_scale": (0, 1),
+    "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "attention.sliding_window": (0,),
+}
 FREQUENCIES = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 STATED = FREQUENCIES, LONG, SHORT
@@ -106,7 +122,7 @@ class Keys:
     def end(self) -> None:
         """Raise ValueError if a key was not taken that may change what the model computes."""
         for key, value in self._rest.items():
-            if key not in WITHOUT_INFLUENCE:
+            if key not in WITHOUT_INFLUENCE and value not in NEUTRAL.get(key, ()):
                 raise self.refusal(key, value, "")
 
 
@@ -229,7 +245,6 @@ def _scaling(keys: Keys, config: Config) -> Config:
     """Makes `rope_scaling`, unless `config` has one already."""
     kind, vectors = keys.take("rope.scaling.type", "none"), keys.content.vectors
     factor, original = keys.take("rope.scaling.factor"), keys.take("rope.scaling.original_context_length")
-    keys.need("rope.scaling.finetuned", False, True)
     if "rope_scaling" in config:
         return {}
     stated: Config
@@ -405,8 +420,9 @@ def made(kind: Architecture, config: Mapping[str, Any], hub: Mapping[str, Any]) 
     if scaling.get("rope_type") == "llama3":
         fixed[FREQUENCIES] = frequencies(scaling, config["rope_theta"], head)
     elif scaling.get("rope_type") == "longrope":
-        fixed = {LONG: np.float32(scaling["long_factor"]), SHORT: np.float32(scaling["short_factor"])}
-    for name, array in fixed.items():
+        fixed = {LONG: scaling["long_factor"], SHORT: scaling["short_factor"]}
+    for name, divisors in fixed.items():
+        array = np.array(divisors, np.float32)
         yield name, array.shape, lambda rows, array=array: array[rows]
     modules, used = _inverse(kind.names), set()
     for name, tensor in hub.items():

@@ -55,10 +55,10 @@ TEKKEN = CASED.replace("{end}", "") + r"|\p{N}" + SLASHES
 O200K = CASED.replace("{end}", CONTRACTIONS + "?") + r"|\p{N}{1,3}" + SLASHES
 DEEPSEEK = (
     r"\p{N}{1,3}",
-    "[一-龥\u3040-ゟ゠-ヿ]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^""" + "\r\n" + r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+["
-    + "\r\n" + r"]*|\s*[" + "\r\n" + r"]+|\s+(?!\S)|\s+",
-)  # fmt: skip
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
+    + "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
 LLAMA3 = Pre((CL100K,), whole=True, bos=True)
 PRE = {
     "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "lfm2": LLAMA3,
@@ -97,12 +97,6 @@ def tokenizer_json(opened: Opened) -> Json:
     after = [said.text("eos")] if said.flag("add_eos_token", False) else []
     found: Json = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": said.added(), **own}
     return found | {"post_processor": _template(before, after, said)}
-
-
-def text_of(found: Json, id: int) -> str | None:
-    """Returns the token of this id in the object of a tokenizer.json."""
-    added = (token["content"] for token in found.get("added_tokens", ()) if token["id"] == id)
-    return next(added, None) or next((token for token, n in found["model"]["vocab"].items() if n == id), None)
 
 
 class _Said:
@@ -283,7 +277,14 @@ def ends(opened: Opened) -> list[int]:
 
 
 def metadata(
-    found: Json, settings: Json, template: Any, *, size: int, adds: tuple[bool, bool], architecture: str
+    found: Json,
+    settings: Json,
+    template: Any,
+    *,
+    roles: Mapping[str, int],
+    size: int,
+    adds: tuple[bool, bool],
+    architecture: str,
 ) -> dict[str, Any]:
     """Makes the metadata of a tokenizer.
 
@@ -291,6 +292,7 @@ def metadata(
         found: the object in tokenizer.json.
         settings: that in tokenizer_config.json.
         template: the chat template, or None.
+        roles: ids of tokens by their role, such as "bos"; they come before those of tokenizer_config.json.
         size: the number of rows of the embedding. Rows without a token get one that is unused.
         adds: whether a text gets bos before it, and eos after it.
         architecture: general.architecture of the file.
@@ -332,6 +334,7 @@ def metadata(
         token = token.get("content") if isinstance(token, dict) else token
         if token in ids:
             out[f"{role}_token_id"] = ids[token]
+    out |= {f"{role}_token_id": id for role, id in roles.items()}
     out |= {"add_bos_token": adds[0], "add_eos_token": adds[1]}
     named = {f"tokenizer.ggml.{key}": value for key, value in out.items()}
     if isinstance(template, list):
