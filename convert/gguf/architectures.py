@@ -71,12 +71,12 @@ BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}  # config.json's k
 
 @dataclass(frozen=True)
 class Content:
-    """What config.json follows from: a file that was opened, or one that is yet to be written."""
+    """The source of config.json: a file that was opened, or one that is yet to be written."""
 
     path: pathlib.Path
     metadata: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
-    """Of each tensor."""
+    """Those of all tensors."""
     vectors: Mapping[str, np.ndarray]
     """The values of those tensors that state a scaling of rotary positions."""
     dtype: np.dtype = FLOATS["F32"]

@@ -9,7 +9,6 @@ import functools
 import math
 import mmap
 import pathlib
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float32, Int, Shaped, UInt8
 
-from convert.files import regular
+from convert.files import PART, regular
 from convert.packed import BLOCK, Packed, ranges
 from convert.tensors import File, Tensor
 
@@ -36,7 +35,6 @@ FLOATS = {
 QUANTISED = (
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"
 )  # fmt: skip
-PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import json
 import pathlib
 
 from convert import cache
-from convert.files import INDEX, WEIGHTS
+from convert.files import INDEX, WEIGHTS, one_gguf
 from convert.gguf import architectures, tokens
-from convert.gguf.container import PART, Opened, open_file
+from convert.gguf.container import Opened, open_file
 
 
 def only(folder: pathlib.Path) -> pathlib.Path | None:
@@ -21,24 +21,8 @@ def only(folder: pathlib.Path) -> pathlib.Path | None:
     """
     if any((folder / name).exists() for name in (WEIGHTS, INDEX)):
         return None
-    return one_of(sorted(path for path in folder.glob("*.gguf")), str(folder))
-
-
-def one_of(paths: list[pathlib.Path], where: str) -> pathlib.Path | None:
-    """Returns the only GGUF file of a list, or the first part of the only one; None: there is none.
-
-    Raises:
-        ValueError: there are several; the message names them.
-    """
-    parts = ((path, PART.fullmatch(path.name)) for path in paths)
-    first = [path for path, part in parts if not part or int(part["number"]) == 1]
-    models = [path for path in first if not path.name.startswith("mmproj")]
-    if len(models) > 1:
-        names = ", ".join(path.name for path in models[:12]) + (", ..." if len(models) > 12 else "")
-        raise ValueError(
-            f"{where} has {len(models)} GGUF files; name one of them, as {where}/{models[0].name}: {names}."
-        )
-    return models[0] if models else None
+    name = one_gguf(sorted(path.name for path in folder.glob("*.gguf")), str(folder))
+    return folder / name if name else None
 
 
 def folder_of(file: pathlib.Path) -> pathlib.Path:
