@@ -7,6 +7,8 @@ live tests, transformers reads the files, too.
 import dataclasses
 import json
 import pathlib
+import re
+import runpy
 import sys
 
 import gguf
@@ -195,8 +197,6 @@ def test_tokenizers_that_a_file_cannot_say(tmp_path):
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    import runpy
-
     folder = checkpoint(tmp_path / "llama", "llama")
     monkeypatch.setattr(sys, "argv", ["zoo", "to-gguf", str(folder), str(tmp_path / "a.gguf"), "--type", "q8_0"])
     monkeypatch.delitem(sys.modules, "zoo.__main__", raising=False)  # other tests import parts of it
@@ -272,11 +272,16 @@ def test_transformers_reads_the_file(tmp_path, name):
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore")
 def test_smollm2(tmp_path, own_cache, monkeypatch):
-    """The published file in four bits: its answer, its name without the Hub, and the file written again."""
-    file = own_cache[1]()
+    """The published file in four bits answers as the README shows, and is the same when it is written again."""
+    file, readme = own_cache[1](), (pathlib.Path(__file__).parents[2] / "README.md").read_text()
     model, tokenizer = zoo.load(file, dtype="float32"), zoo.tokenizer(file)
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    assert zoo.generate(model, tokenizer, chat, max_new_tokens=16) == "The capital of France is Paris."
+    (shown,) = re.findall(r"<!-- smollm2 answers -->\n```text\n(.*?)```", readme, flags=re.DOTALL)
+    turns, chat = re.findall(r"> (.*)\n(.*)\n", shown), []
+    for question, answer in turns:
+        chat.append({"role": "user", "content": question})
+        assert zoo.generate(model, tokenizer, chat, max_new_tokens=16) == answer
+        chat.append({"role": "assistant", "content": answer})
+    assert len(turns) == 2
     to_gguf(str(file), tmp_path / "a.gguf", "f32")
     for ours, theirs in zip(jax.tree.leaves(zoo.load(tmp_path / "a.gguf")), jax.tree.leaves(model), strict=True):
         np.testing.assert_array_equal(ours, theirs)
