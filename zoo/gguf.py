@@ -28,6 +28,12 @@ from zoo.weights import checkpoint, heads
 
 # Fields of configs that no computation uses: they may be lost.
 UNUSED = ("max_window_layers", "no_rope_layer_interval")
+# model_type -> fields of which the file says only a property that follows from them.
+FOLLOW = {
+    "lfm2": (
+        ("intermediate_size", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"), "width",
+    ),
+}  # fmt: skip
 
 
 def to_gguf(
@@ -89,9 +95,12 @@ def _check(config: AbstractConfig, metadata: Mapping[str, Any], made: list[archi
     if (family := registry.family_for(again)) is None:
         raise ValueError(f"No family has the model_type {again['model_type']!r}.")
     other = read_config(family, again)
+    fields, follows = FOLLOW.get(again["model_type"], ((), None))
+    if follows and getattr(config, follows) != getattr(other, follows):
+        raise ValueError(f"{source.name} has {', '.join(fields)} that the file's metadata does not say.")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name == "source" or field.name in UNUSED:
+        if field.name in ("source", *UNUSED, *fields):
             continue
         known = field.name in other.__dataclass_fields__  # a field that is empty may be unknown to the other family
         if value != getattr(other, field.name) if known else value:

@@ -5,16 +5,17 @@ Hub, or says something of config.json. Others are refused. Sources: conversion/*
 src/models/*.cpp (what is computed) of github.com/ggml-org/llama.cpp.
 """
 
+import functools
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from convert.gguf.container import FLOATS, Opened, Rows, Stored, plain, short, values
+from convert.gguf.container import FLOATS, Alternating, Heads, Opened, Rows, Stored, plain, short, values
 from convert.packed import Packed
 from convert.tensors import Tensor
 
@@ -162,6 +163,16 @@ class Architecture:
     """Makes further keys of config.json of those that are left, and of those made before."""
     write: Callable[[Config], Config] = lambda config: {}
     """Makes further keys of the metadata, of config.json."""
+    whole: Mapping[str, str] = field(default_factory=lambda: WHOLE)
+    """Modules outside of layers."""
+    bare: tuple[str, ...] = ()
+    """Modules whose only tensor has no name of a parameter on the Hub."""
+    squeezed: tuple[str, ...] = ()
+    """Modules whose weight has an axis of length 1 between its two on the Hub."""
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Module on the Hub with the rows of modules of the file in turn, of all experts (`Alternating`)."""
+    split: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Module on the Hub with the rows of two modules of the file, head by head (`Heads`)."""
     dropped: tuple[str, ...] = ()
     """Tensors whose content follows from others, as patterns."""
     layers: str = "model.layers.{}."
@@ -170,10 +181,7 @@ class Architecture:
     @property
     def names(self) -> dict[str, str]:
         """Returns the modules of a whole model and of a layer `{}`, by the file's names."""
-        inside = {
-            f"blk.{{}}.{ours}": self.layers + theirs for ours, theirs in self.modules.items() if ours not in WHOLE
-        }
-        return {**WHOLE, **{ours: theirs for ours, theirs in self.modules.items() if ours in WHOLE}, **inside}
+        return {**self.whole, **{f"blk.{{}}.{ours}": self.layers + theirs for ours, theirs in self.modules.items()}}
 
 
 # ======================================================================================================================
@@ -311,6 +319,7 @@ def tensors(opened: Opened) -> dict[str, Tensor | Packed]:
     """
     kind, out = of(opened), {}
     config, names = config_json(described(opened)), kind.names
+    parts = {part for several in (*kind.joined.values(), *kind.split.values()) for part in several}
     for name, stored in opened.tensors.items():
         if name in STATED or any(re.fullmatch(pattern, name) for pattern in kind.dropped):
             continue
@@ -318,10 +327,13 @@ def tensors(opened: Opened) -> dict[str, Tensor | Packed]:
         if experts := kind.experts.get(module) if layer is not None and parameter in ("weight", "bias") else None:
             out |= _experts(stored, kind.layers.format(layer) + experts, parameter, opened.dtype)
             continue
+        if layer is not None and module in parts:
+            continue  # `_together` has them
         hub = names.get(module if layer is None else f"blk.{{}}.{module}")
         if hub is None or parameter not in ("weight", "bias"):
             raise ValueError(f"{opened.path} has the tensor {name}, which {kind.name} does not have; it is not read.")
-        hub = f"{hub.format(layer)}.{parameter}"
+        hub = hub.format(layer) if module in kind.bare else f"{hub.format(layer)}.{parameter}"
+        sizes = (stored.shape[0], 1, stored.shape[1]) if module in kind.squeezed else stored.shape
         turned = kind.interleaved and module in ("attn_q", "attn_k")
         shift = -kind.shift if module.endswith("norm") else 0.0
         if turned or shift:
@@ -330,7 +342,36 @@ def tensors(opened: Opened) -> dict[str, Tensor | Packed]:
                 name=hub, dtype=opened.dtype, stored=stored, sizes=stored.shape, interleaved=head, shift=shift
             )
         else:
-            out[hub] = plain(stored, hub, stored.shape, opened.dtype)
+            out[hub] = plain(stored, hub, sizes, opened.dtype)
+    return out | _together(kind, opened, config["num_hidden_layers"])
+
+
+def _together(kind: Architecture, opened: Opened, layers: int) -> dict[str, Tensor | Packed]:
+    """Returns the tensors of the Hub that several tensors of the file make, or one with its axes swapped.
+
+    Raises:
+        ValueError: some of these are missing; the message names them.
+    """
+    out: dict[str, Tensor | Packed] = {}
+
+    def rows(layer: int, modules: tuple[str, ...], parameter: str, name: str) -> tuple[Rows, ...]:
+        named = [f"blk.{layer}.{module}.{parameter}" for module in modules]
+        missing = [each for each in named if each not in opened.tensors]
+        if 0 < len(missing) < len(named):
+            raise ValueError(f"{opened.path} lacks {missing[0]}, without which {name} is not whole.")
+        stored = [opened.tensors[each] for each in named if not missing]
+        return tuple(Rows(name=name, stored=each, sizes=each.shape) for each in stored)
+
+    for layer in range(layers):
+        for hub, modules in kind.joined.items():
+            for parameter, end in ("weight", ""), ("bias", "_bias"):
+                name = kind.layers.format(layer) + hub + end
+                if found := rows(layer, modules, parameter, name):
+                    out[name] = Alternating(name=name, dtype=opened.dtype, parts=found)
+        for hub, modules in kind.split.items():
+            name = f"{kind.layers.format(layer)}{hub}.weight"
+            if found := rows(layer, modules, "weight", name):
+                out[name] = Heads(name=name, dtype=opened.dtype, swapped=found[0], plain=found[1])
     return out
 
 
@@ -428,13 +469,22 @@ def made(kind: Architecture, config: Mapping[str, Any], hub: Mapping[str, Any]) 
     for name, tensor in hub.items():
         if name in used:
             continue
+        if several := _apart(kind, config, name, tensor):
+            yield from several
+            continue
         body, _, parameter = name.rpartition(".")
         layer, general = _general(body, kind.layers)
+        if (own := _general(name, kind.layers))[1] in modules:  # a module without a parameter's name
+            (layer, general), parameter = own, "weight"
         if (module := modules.get(general)) is not None:
             ours = f"{module.format(layer)}.{parameter}"
             turned = kind.interleaved and module.endswith((".attn_q", ".attn_k"))
             shift = kind.shift if module.endswith("norm") else 0.0
-            yield ours, tensor.shape, _part(tensor, head if turned else 0, shift)
+            if ours.endswith(tuple(f".{each}.weight" for each in kind.squeezed)):
+                flat = lambda rows, tensor=tensor: tensor.part((rows,), np.dtype(np.float32))[:, 0]
+                yield ours, (tensor.shape[0], tensor.shape[2]), flat
+            else:
+                yield ours, tensor.shape, _part(tensor, head if turned else 0, shift)
             continue
         for ours, theirs in kind.experts.items():
             if general == kind.layers + theirs.format(expert=0):
@@ -449,6 +499,44 @@ def made(kind: Architecture, config: Mapping[str, Any], hub: Mapping[str, Any]) 
                 break
         else:
             raise ValueError(f"{name} has no place in a GGUF file of {kind.name}.")
+
+
+def _apart(kind: Architecture, config: Mapping[str, Any], name: str, tensor: Any) -> list[Made]:
+    """Returns the tensors of the file that one of the Hub makes, in the way of `_together`; none if it makes itself."""
+    layer, general = _general(name, kind.layers)
+    for hub, modules in kind.joined.items():
+        for parameter, end in ("weight", ""), ("bias", "_bias"):
+            if general == kind.layers + hub + end:
+                return _in_turn([f"blk.{layer}.{module}.{parameter}" for module in modules], tensor)
+    for hub, modules in kind.split.items():
+        if general == f"{kind.layers}{hub}.weight":
+            names = [f"blk.{layer}.{module}.weight" for module in modules]
+            return _by_head(names, tensor, config["num_attention_heads"], config["qk_nope_head_dim"])
+    return []
+
+
+def _in_turn(names: Sequence[str], tensor: Any) -> list[Made]:
+    """Returns the tensors whose rows are in turn a tensor's last axis, `Alternating`'s inverse."""
+    (experts, *columns, rows), count = tensor.shape, len(names)
+    shape = (experts, rows // count, *columns)
+
+    def part(n: int, taken: slice) -> np.ndarray:
+        return np.ascontiguousarray(np.moveaxis(tensor.part((taken,), np.dtype(np.float32)), -1, 1)[:, n::count])
+
+    return [(name, shape, functools.partial(part, n)) for n, name in enumerate(names)]
+
+
+def _by_head(names: Sequence[str], tensor: Any, heads: int, keys: int) -> list[Made]:
+    """Returns the tensors of a head's first rows, swapped, and of its others, `Heads`' inverse."""
+    height, latent = tensor.shape[0] // heads, tensor.shape[1]
+
+    def some(taken: slice) -> np.ndarray:
+        rows = slice(taken.start * height, taken.stop * height)
+        return tensor.part((rows,), np.dtype(np.float32)).reshape(-1, height, latent)
+
+    swapped = lambda taken: np.ascontiguousarray(some(taken)[:, :keys].swapaxes(1, 2))
+    plain = lambda taken: np.ascontiguousarray(some(taken)[:, keys:])
+    return [(names[0], (heads, latent, keys), swapped), (names[1], (heads, height - keys, latent), plain)]
 
 
 def _part(tensor: Any, head: int, shift: float) -> Callable[[slice], np.ndarray]:
@@ -500,8 +588,11 @@ def _window_by_pattern(period: int) -> Callable[[Keys, Config], Config]:
     return read
 
 
-def _pattern(config: Config) -> list[bool]:
-    return [kind == "sliding_attention" for kind in config["layer_types"]]
+def _pattern(config: Config, period: int) -> Config:
+    """Makes the key that says which layers slide, unless it is all but each `period`-th, which llama.cpp takes."""
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    usual = [(n + 1) % period != 0 for n in range(len(slides))]
+    return {} if slides == usual else {"attention.sliding_window_pattern": slides}
 
 
 def _gemma2(keys: Keys, config: Config) -> Config:
@@ -565,6 +656,67 @@ def _head_of(config: Config) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
+def _lfm2(keys: Keys, config: Config) -> Config:
+    heads = keys.take("attention.head_count_kv")
+    heads = heads if isinstance(heads, list) else [heads] * config["num_hidden_layers"]
+    if len({*heads} - {0}) != 1 or len(heads) != config["num_hidden_layers"]:
+        raise keys.refusal("attention.head_count_kv", heads, ": it needs one number, or 0, for each layer")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _lfm2_keys(config: Config) -> Config:
+    width = config["intermediate_size"]
+    if config["block_auto_adjust_ff_dim"]:
+        width = int(2 * width / 3)
+        if (factor := config["block_ffn_dim_multiplier"]) is not None:
+            width = -(-int(factor * width) // config["block_multiple_of"]) * config["block_multiple_of"]
+    count = config["num_key_value_heads"]
+    heads = [count if kind == "full_attention" else 0 for kind in config["layer_types"]]
+    return {"feed_forward_length": width, "attention.head_count_kv": heads}
+
+
+def _gpt_oss(keys: Keys, config: Config) -> Config:
+    keys.need("expert_feed_forward_length", config["intermediate_size"])
+    scaling = _scaling(keys, config)["rope_scaling"]  # in these models the ramp's ends are no whole numbers
+    return _window_by_pattern(2)(keys, config) | {"rope_scaling": scaling and scaling | {"truncate": False}}
+
+
+def _deepseek2(keys: Keys, config: Config) -> Config:
+    heads, latent, turned = (config["num_attention_heads"], config["kv_lora_rank"], keys.take("rope.dimension_count"))
+    keys.need("attention.head_count_kv", 1, heads)
+    keys.need("expert_weights_norm", False)
+    if (key := keys.take("attention.key_length_mla")) is None:  # files before March 2025 have kv_b_proj whole
+        key, value = keys.take("attention.key_length"), keys.take("attention.value_length")
+    else:
+        value = keys.take("attention.value_length_mla")
+        keys.need("attention.key_length", latent + turned)
+        keys.need("attention.value_length", latent)
+    scaling, shared = _scaling(keys, config)["rope_scaling"], keys.take("rope.scaling.yarn_log_multiplier")
+    if scaling and shared:  # the file has one number for both, which are equal in all releases
+        scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), short(10 * shared))
+    return {
+        "num_key_value_heads": heads, "qk_rope_head_dim": turned, "qk_nope_head_dim": key - turned,
+        "v_head_dim": value, "q_lora_rank": config.get("q_lora_rank"), "rope_scaling": scaling,
+        "topk_method": "group_limited_greedy" if config.get("n_group", 1) > 1 else "greedy",
+    }  # fmt: skip
+
+
+def _deepseek2_keys(config: Config) -> Config:
+    latent, turned, scaling = config["kv_lora_rank"], config["qk_rope_head_dim"], config.get("rope_scaling") or {}
+    out: Config = {
+        "attention.head_count_kv": 1, "attention.key_length": latent + turned, "attention.value_length": latent,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + turned,
+        "attention.value_length_mla": config["v_head_dim"], "rope.dimension_count": turned, "expert_gating_func": 1,
+    }  # fmt: skip
+    if scaling.get("mscale_all_dim"):
+        out["rope.scaling.yarn_log_multiplier"] = 0.1 * scaling["mscale_all_dim"]
+    return out
+
+
 SILU = {"hidden_act": "silu"}
 GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 WINDOWLESS = SILU | {"use_sliding_window": False}
@@ -612,15 +764,14 @@ ARCHITECTURES = (
         },
         ATTENTION | SANDWICH | MLP, GELU | {"attention_bias": False},
         {"rope_theta": 10_000.0, "sliding_window": 4096}, biases={}, shift=1.0, read=_gemma2,
-        write=lambda config: {"attention.sliding_window_pattern": _pattern(config)},
+        write=lambda config: _pattern(config, 2),
     ),
     Architecture(
         "gemma3", "gemma3_text", "Gemma3ForCausalLM",
         SIZES | {"attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq"},
         ATTENTION | SANDWICH | QK_NORMS | MLP, {"hidden_activation": "gelu_pytorch_tanh"},
         {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "num_attention_heads": 8},
-        biases={"attention_bias": "attn_q"}, shift=1.0, read=_gemma3,
-        write=lambda config: {"attention.sliding_window_pattern": _pattern(config)},
+        biases={"attention_bias": "attn_q"}, shift=1.0, read=_gemma3, write=lambda config: _pattern(config, 6),
     ),
     Architecture(
         "phi3", "phi3", "Phi3ForCausalLM", SIZES | {"attention.sliding_window": "sliding_window"},
@@ -650,6 +801,64 @@ ARCHITECTURES = (
             "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
         },
         ATTENTION | MLP, SILU, {"rope_theta": 10_000.0}, interleaved=True, states_head=False,
+    ),
+    Architecture(
+        "lfm2", "lfm2", "Lfm2ForCausalLM",
+        {
+            **{key: name for key, name in SIZES.items() if not key.startswith("attention.")},
+            "attention.head_count": "num_attention_heads", "attention.layer_norm_rms_epsilon": "norm_eps",
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        {
+            "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm", "attn_output": "self_attn.out_proj",
+            **{name: ATTENTION[name] for name in ("attn_q", "attn_k", "attn_v")},
+            "ffn_gate": "feed_forward.w1", "ffn_down": "feed_forward.w2", "ffn_up": "feed_forward.w3",
+            "shortconv.in_proj": "conv.in_proj", "shortconv.conv": "conv.conv", "shortconv.out_proj": "conv.out_proj",
+        },
+        {"conv_bias": False}, {"rope_theta": 1_000_000.0}, biases={}, read=_lfm2, write=_lfm2_keys,
+        whole={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
+        squeezed=("shortconv.conv",),
+    ),
+    Architecture(
+        "gpt-oss", "gpt_oss", "GptOssForCausalLM",
+        SIZES | {
+            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+            "attention.sliding_window": "sliding_window",
+        },
+        {
+            **{name: theirs for name, theirs in ATTENTION.items() if name != "ffn_norm"},
+            "post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        SILU | {"attention_bias": True}, {"rope_theta": 150_000.0}, biases={}, read=_gpt_oss, bare=("attn_sinks",),
+        write=lambda config: {"expert_feed_forward_length": config["intermediate_size"]} | _pattern(config, 2),
+        joined={
+            "mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.down_proj": ("ffn_down_exps",),
+        },
+    ),
+    Architecture(
+        "deepseek2", "deepseek_v2", "DeepseekV2ForCausalLM",
+        {
+            **{key: name for key, name in SIZES.items() if key != "attention.head_count_kv"},
+            "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
+            "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor", "leading_dense_block_count": "first_k_dense_replace",
+            "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+        },
+        {
+            **MLP, **{name: ATTENTION[name] for name in ("attn_norm", "attn_q", "attn_output", "ffn_norm")},
+            "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
+            "ffn_gate_inp": "mlp.gate",
+            **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        SILU | {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1}, {"rope_theta": 10_000.0},
+        experts={f"ffn_{part}_exps": f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
+        biases={}, states_head=False, read=_deepseek2, write=_deepseek2_keys,
+        split={"self_attn.kv_b_proj": ("attn_k_b", "attn_v_b")},
     ),
 )  # fmt: skip
 ALIKE = {"mistral": "llama"}  # model_type -> the model_type that its architecture is read as

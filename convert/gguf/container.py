@@ -306,6 +306,74 @@ def _interleaved(rows: Int[np.ndarray, " rows"], head: int) -> Int[np.ndarray, "
     return rows - within + 2 * (within % (head // 2)) + within // (head // 2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Alternating(Packed):
+    """All experts' rows of one or more tensors in turn, as gpt-oss has gate and up: row 2n is the first tensor's.
+
+    Weights [experts, rows, columns] have their last two axes swapped on the Hub; biases [experts, rows] do not.
+    """
+
+    parts: tuple[Rows, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, rows, *columns = self.parts[0].shape
+        return experts, *columns, rows * len(self.parts)
+
+    @property
+    def file(self) -> pathlib.Path:
+        return self.parts[0].file
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """Decodes the part at `index` (slices without steps) to `dtype`, as a swapped view."""
+        experts, *columns, rows = ranges(index, self.shape)
+        out = np.empty((len(experts), len(rows), *map(len, columns)), dtype)
+        own, count = tuple(slice(axis.start, axis.stop) for axis in columns), len(self.parts)
+        for n, part in enumerate(self.parts):
+            skipped = (n - rows.start) % count  # rows before the first of this part
+            first, taken = (rows.start + skipped) // count, len(range(skipped, len(rows), count))
+            at = (slice(experts.start, experts.stop), slice(first, first + taken), *own)
+            out[:, skipped::count] = part.part(at, dtype)
+        return np.moveaxis(out, 1, -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads(Packed):
+    """The rows of two tensors, head by head: those of the first, whose last two axes are swapped, and of the second.
+
+    So llama.cpp splits DeepSeek's map from latents to keys [heads, latent, keys] and values [heads, values, latent].
+    """
+
+    swapped: Rows
+    plain: Rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        heads, values, latent = self.plain.shape
+        return heads * (self.swapped.shape[2] + values), latent
+
+    @property
+    def file(self) -> pathlib.Path:
+        return self.plain.file
+
+    @property
+    def nbytes(self) -> int:
+        return self.swapped.nbytes + self.plain.nbytes
+
+    def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """Decodes the part at `index` (slices without steps) to `dtype`, from whole heads."""
+        rows, columns = ranges(index, self.shape)
+        height = self.shape[0] // self.plain.shape[0]
+        heads = slice(rows.start // height, -(-rows.stop // height))
+        both = [self.swapped.part((heads,), dtype).swapaxes(1, 2), self.plain.part((heads,), dtype)]
+        whole = np.concatenate(both, axis=1).reshape(-1, self.shape[1])
+        return whole[rows.start - heads.start * height :][: len(rows), columns.start : columns.stop]
+
+
 def plain(stored: Stored, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Tensor | Rows:
     """Returns a stored tensor under its name on the Hub; as the file's own bytes if they are of this dtype."""
     if FLOATS.get(stored.kind) == dtype:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from convert.gguf import architectures, container, folder, tokens, write
-from convert.gguf.container import FLOATS, QUANTISED, Rows, open_file
+from convert.gguf.container import FLOATS, QUANTISED, Alternating, Heads, Rows, open_file
 
 
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -195,6 +195,50 @@ def test_rows_of_queries_and_keys(tmp_path):
     np.testing.assert_array_equal(down.view(), arrays["blk.0.ffn_down.weight"])
 
 
+def test_rows_in_turn(tmp_path):
+    """gpt-oss's rows of gate and up in turn, swapped: all slices, as its converter cuts them. A part alone is named."""
+    hub, bias = (RANDOM.standard_normal(shape).astype(np.float32) for shape in ((3, 5, 8), (3, 8)))
+    stored = {"weight": hub.swapaxes(1, 2), "bias": bias}
+    arrays = {
+        f"blk.0.ffn_{name}_exps.{key}": np.ascontiguousarray(array[:, n::2])
+        for n, name in enumerate(("gate", "up"))
+        for key, array in stored.items()
+    }
+    opened = open_file(made(tmp_path / "a.gguf", arrays))
+    parts = lambda key: tuple(
+        Rows(name="a", stored=(one := opened.tensors[f"blk.0.ffn_{name}_exps.{key}"]), sizes=one.shape)
+        for name in ("gate", "up")
+    )
+    weights, biases = (Alternating(name="a", parts=parts(key)) for key in ("weight", "bias"))
+    assert weights.shape == hub.shape and biases.shape == bias.shape
+    for start in range(8):
+        for stop in range(start, 9):
+            index = (slice(1, 3), slice(2, 4), slice(start, stop))
+            np.testing.assert_array_equal(weights.part(index, F32), hub[index])
+            np.testing.assert_array_equal(biases.part(index[::2], F32), bias[index[::2]])
+    kind = next(each for each in architectures.ARCHITECTURES if each.name == "gpt-oss")
+    lone = container.Opened(opened.path, {}, {name: t for name, t in opened.tensors.items() if "up" not in name})
+    with pytest.raises(
+        ValueError, match=r"lacks blk\.0\.ffn_up_exps\.weight, without which .*gate_up_proj is not whole"
+    ):
+        architectures._together(kind, lone, 1)
+
+
+def test_rows_by_head(tmp_path):
+    """DeepSeek's map to keys and values: all slices of the two tensors into which its converter splits it."""
+    hub = RANDOM.standard_normal((3 * (4 + 2), 5)).astype(np.float32)  # heads of 4 keys and 2 values
+    heads = hub.reshape(3, 6, 5)
+    arrays = {"k": np.ascontiguousarray(heads[:, :4].swapaxes(1, 2)), "v": np.ascontiguousarray(heads[:, 4:])}
+    found = open_file(made(tmp_path / "a.gguf", arrays)).tensors
+    swapped, plain = (Rows(name="a", stored=found[name], sizes=found[name].shape) for name in "kv")
+    whole = Heads(name="a", swapped=swapped, plain=plain)
+    assert whole.shape == hub.shape and whole.nbytes == hub.nbytes
+    for start in range(18):
+        for stop in range(start, 19):
+            index = (slice(start, stop), slice(1, 4))
+            np.testing.assert_array_equal(whole.part(index, F32), hub[index])
+
+
 def test_config(tmp_path):
     opened = open_file(made(tmp_path / "a.gguf", llama(), tokenizer__ggml__eos_token_id=3, **SIZES))
     assert architectures.config_json(architectures.described(opened)) == {
@@ -240,7 +284,7 @@ def test_what_is_not_implemented_is_named(tmp_path, keys, arrays, message):
 
 def test_architectures_are_named(tmp_path):
     opened = open_file(made(tmp_path / "a.gguf", llama(), architecture="falcon"))
-    with pytest.raises(ValueError, match="has the architecture 'falcon'; read are gemma, gemma2"):
+    with pytest.raises(ValueError, match="has the architecture 'falcon'; read are deepseek2, gemma, gemma2"):
         architectures.of(opened)
     missing = open_file(made(tmp_path / "b.gguf", {"t": np.ones(3, np.float32)}, llama__block_count=1))
     with pytest.raises(ValueError, match=r"lacks llama\.embedding_length"):

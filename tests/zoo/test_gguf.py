@@ -37,7 +37,9 @@ WRITTEN = {
     "gemma2": dict(query_pre_attn_scalar=16), "gemma3": dict(query_pre_attn_scalar=16),
     "gemma3-pattern": dict(query_pre_attn_scalar=16), "phi3": {}, "phi3-long": {},
     "smollm3": dict(no_rope_layers=[1, 1, 1, 0, 1, 1, 1], no_rope_layer_interval=4), "olmo2": {}, "olmo2-yarn-new": {},
-    "granite": {},
+    "granite": {}, "lfm2": {}, "lfm2-first": {}, "gpt_oss": {},
+    "deepseek2": dict(rope_scaling=tiny.CONFIGS["deepseek2"]["rope_scaling"] | dict(mscale=1.2)),
+    "deepseek2-lite-new": {},
 }  # fmt: skip
 TEXT = pathlib.Path(__file__).parents[3] / "shared" / "data" / "text" / "tinyshakespeare.txt"
 
@@ -94,6 +96,9 @@ def test_there_and_back(tmp_path, name):
     to_gguf(str(folder), file, "f32")
     before, after = zoo.load(folder), zoo.load(file)
     fields = {f.name for f in dataclasses.fields(after.config)} - {"source", "max_window_layers"}
+    if name.startswith("lfm2"):  # whose width the file has, and not what it follows from
+        fields -= {"intermediate_size", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"}
+        assert after.config.width == before.config.width
     for field in fields & {f.name for f in dataclasses.fields(before.config)}:
         assert getattr(after.config, field) == getattr(before.config, field), field
     for ours, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
@@ -164,6 +169,9 @@ def test_sources(tmp_path):
         ("qwen3-window-tail", {}, "use_sliding_window=True, which a GGUF file of qwen3 cannot say"),
         ("gemma2", {}, "query_pre_attn_scalar=24, which a GGUF file of gemma2 cannot say"),
         ("qwen3_moe-dense-new", {}, "norm_topk_prob=False, which a GGUF file of qwen3moe cannot say"),
+        ("gpt_oss-new", {}, "swiglu_alpha=1.5, which a GGUF file of gpt-oss cannot say"),
+        ("lfm2-new", {}, "conv_bias=True, which a GGUF file of lfm2 cannot say"),
+        ("deepseek2", {}, "rope_scaling=.*mscale=0.707, mscale_all_dim=1.2.*which a GGUF file of deepseek2 cannot say"),
         ("kimi_linear", {}, "A model of the type 'kimi_linear' is not written to GGUF; those that are: llama"),
     ],
 )
