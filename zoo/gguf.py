@@ -119,7 +119,7 @@ def _tokenizer(source: Source, config: AbstractConfig, architecture: str) -> dic
     tokenizer, settings = Tokenizer(source.folder), source.folder / "tokenizer_config.json"
     plain, around = tokenizer.encode("a", special=False), tokenizer.encode("a")
     settings = files.read_json(settings) if settings.exists() else {}
-    roles = dict(zip(tokens.ENDS, tokenizer.eos, strict=False))  # a file has three at most
+    roles: dict[str, int] = dict(zip(tokens.ENDS, tokenizer.eos, strict=False))  # a file has three at most
     if len(tokenizer.eos) > len(tokens.ENDS):
         logging.getLogger("zoo").warning("Of the ids that end a generation, %s, a GGUF file has three.", tokenizer.eos)
     if tokenizer.bos is not None:
