@@ -32,7 +32,7 @@ def verify(
     Both models are held in float32, which takes eight bytes of memory per parameter. Exits with 1 if a check fails.
 
     Args:
-        source: a zoo name, a Hub repository org/name, or a folder.
+        source: a zoo name, a Hub repository org/name, a folder, or a GGUF file.
         html: the file for the report. None: NAME-verify.html beside the folder NAME, or in the current folder if SOURCE
             is not a folder.
         tokens: number of random tokens to compare on. To test a sliding window, take more than its length.
@@ -58,7 +58,7 @@ def evaluate(
     """Evaluate a model on tasks of lm-eval, and print its tables.
 
     Args:
-        source: a zoo name, a Hub repository org/name, or a folder.
+        source: a zoo name, a Hub repository org/name, a folder, or a GGUF file.
         tasks: names of lm-eval's own tasks, and YAML files, or folders of such files, of yours.
         limit: number of questions of each task, from its beginning. None: all.
         batch: number of texts that are scored or written at a time.
@@ -86,7 +86,8 @@ def merge(
     """Merge an adapter into a model's weights, and write the result in the Hub's layout and the model's dtype.
 
     Args:
-        source: the model that the adapter was trained on: a zoo name, a Hub repository org/name, or a folder.
+        source: the model that the adapter was trained on: a zoo name, a Hub repository org/name, a folder, or a GGUF
+            file.
         adapter: a folder in PEFT's layout, such as a training run with --lora.rank writes.
         out: the folder to write.
         mxfp4: write gpt-oss's experts in MXFP4, as it is released.

@@ -214,10 +214,16 @@ def config_json(content: Content) -> Config:
     config: Config = {"model_type": kind.model_type, "architectures": [kind.kind], **kind.implied, **kind.defaults}
     for key, name in kind.keys.items():
         if (value := keys.take(key)) is not None:
-            config[name] = value
+            # Some files state a number for each layer.
+            config[name] = value[0] if isinstance(value, list) and value == value[:1] * len(value) != [] else value
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
         if not isinstance(config.get(name), int) or config[name] < 1:
             raise ValueError(f"{content.path} lacks {keys.prefix}{_inverse(kind.keys)[name]}, or it is no number.")
+    if config["num_hidden_layers"] > len(content.shapes):  # lists for so many layers could take all memory
+        raise ValueError(
+            f"{content.path} says {keys.prefix}block_count={config['num_hidden_layers']}, but has only "
+            f"{len(content.shapes)} tensors."
+        )
     if (embedding := content.shapes.get("token_embd.weight")) is None or len(embedding) != 2:
         raise ValueError(f"{content.path} has no matrix token_embd.weight; other parts of a model are not read alone.")
     config["vocab_size"] = embedding[0]
@@ -238,6 +244,10 @@ def config_json(content: Content) -> Config:
     ends = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
     said = {name: content.metadata.get(f"tokenizer.ggml.{key}") for key, name in ends.items()}
     return config | {name: id for name, id in said.items() if id is not None} | {"torch_dtype": content.dtype.name}
+
+
+def _head_of(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def _head(keys: Keys, config: Config) -> Config:
@@ -280,15 +290,17 @@ def _llama3(found: np.ndarray, config: Config) -> Config:
 
     Divisors that follow from none are stated as LongRoPE's, which take any.
     """
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    head = _head_of(config)
     factor = short(float(found.max()))
+    if len(found) != head // 2:
+        raise ValueError(f"{FREQUENCIES} has {len(found)} divisors, where heads have {head} features.")
     for original in [8192, *(2**n for n in range(4, 21))]:
         said = dict(
             rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=original,
         )  # fmt: skip
         made = frequencies(said, config["rope_theta"], head)
-        if made.shape == found.shape and np.allclose(made, found, rtol=1e-5, atol=0):
+        if np.allclose(made, found, rtol=1e-5, atol=0):
             return said
     divisors, positions = [short(x) for x in found.tolist()], config["max_position_embeddings"]
     return dict(
@@ -337,16 +349,16 @@ def tensors(opened: Opened) -> dict[str, Tensor | Packed]:
         turned = kind.interleaved and module in ("attn_q", "attn_k")
         shift = -kind.shift if module.endswith("norm") else 0.0
         if turned or shift:
-            head = (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]) if turned else 0
+            head = _head_of(config) if turned else 0
             out[hub] = Rows(
                 name=hub, dtype=opened.dtype, stored=stored, sizes=stored.shape, interleaved=head, shift=shift
             )
         else:
             out[hub] = plain(stored, hub, sizes, opened.dtype)
-    return out | _together(kind, opened, config["num_hidden_layers"])
+    return out | _together(kind, opened)
 
 
-def _together(kind: Architecture, opened: Opened, layers: int) -> dict[str, Tensor | Packed]:
+def _together(kind: Architecture, opened: Opened) -> dict[str, Tensor | Packed]:
     """Returns the tensors of the Hub that several tensors of the file make, or one with its axes swapped.
 
     Raises:
@@ -362,7 +374,7 @@ def _together(kind: Architecture, opened: Opened, layers: int) -> dict[str, Tens
         stored = [opened.tensors[each] for each in named if not missing]
         return tuple(Rows(name=name, stored=each, sizes=each.shape) for each in stored)
 
-    for layer in range(layers):
+    for layer in sorted({layer for name in opened.tensors if (layer := _parts(name)[0]) is not None}):
         for hub, modules in kind.joined.items():
             for parameter, end in ("weight", ""), ("bias", "_bias"):
                 name = kind.layers.format(layer) + hub + end
@@ -419,7 +431,7 @@ def metadata(kind: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
     """Makes the metadata of the architecture, of config.json as `zoo.config.write` writes it."""
     out = {key: config[name] for key, name in kind.keys.items() if config.get(name) is not None}
     out["vocab_size"] = config["vocab_size"]
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    head = _head_of(config)
     if kind.states_head:
         out |= {"attention.key_length": head, "attention.value_length": head}
     out["rope.dimension_count"] = head
@@ -456,7 +468,7 @@ def made(kind: Architecture, config: Mapping[str, Any], hub: Mapping[str, Any]) 
         ValueError: the architecture has no place for a tensor; the message names it.
     """
     scaling = config.get("rope_scaling") or {}
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    head = _head_of(config)
     fixed = {}
     if scaling.get("rope_type") == "llama3":
         fixed[FREQUENCIES] = frequencies(scaling, config["rope_theta"], head)
@@ -652,10 +664,6 @@ def _phi3_keys(config: Config) -> Config:
     return out
 
 
-def _head_of(config: Config) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-
-
 def _lfm2(keys: Keys, config: Config) -> Config:
     heads = keys.take("attention.head_count_kv")
     heads = heads if isinstance(heads, list) else [heads] * config["num_hidden_layers"]
@@ -686,15 +694,17 @@ def _gpt_oss(keys: Keys, config: Config) -> Config:
 
 
 def _deepseek2(keys: Keys, config: Config) -> Config:
-    heads, latent, turned = (config["num_attention_heads"], config["kv_lora_rank"], keys.take("rope.dimension_count"))
+    heads, latent, turned = config["num_attention_heads"], config["kv_lora_rank"], keys.take("rope.dimension_count")
     keys.need("attention.head_count_kv", 1, heads)
     keys.need("expert_weights_norm", False)
     if (key := keys.take("attention.key_length_mla")) is None:  # files before March 2025 have kv_b_proj whole
         key, value = keys.take("attention.key_length"), keys.take("attention.value_length")
     else:
         value = keys.take("attention.value_length_mla")
-        keys.need("attention.key_length", latent + turned)
+        keys.need("attention.key_length", latent + (turned or 0))
         keys.need("attention.value_length", latent)
+    if not isinstance(turned, int) or not isinstance(key, int):
+        raise ValueError(f"{keys.content.path} lacks {keys.prefix}rope.dimension_count or the length of keys.")
     scaling, shared = _scaling(keys, config)["rope_scaling"], keys.take("rope.scaling.yarn_log_multiplier")
     if scaling and shared:  # the file has one number for both, which are equal in all releases
         scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), short(10 * shared))

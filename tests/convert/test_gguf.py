@@ -1,5 +1,6 @@
 """GGUF files that the package `gguf` wrote: header, blocks of every type, order of rows, refusals; and writing."""
 
+import pathlib
 import struct
 
 import gguf
@@ -221,7 +222,7 @@ def test_rows_in_turn(tmp_path):
     with pytest.raises(
         ValueError, match=r"lacks blk\.0\.ffn_up_exps\.weight, without which .*gate_up_proj is not whole"
     ):
-        architectures._together(kind, lone, 1)
+        architectures._together(kind, lone)
 
 
 def test_rows_by_head(tmp_path):
@@ -267,6 +268,8 @@ def test_divisors_of_no_llama_3(tmp_path):
         (dict(llama__attention__value_length=4), {}, r"attention\.value_length=4, .*; what is read: 8"),
         (dict(llama__rope__scaling__type="longrope"), {}, r"rope\.scaling\.type='longrope', which is not implemented"),
         (dict(llama__attention__causal=False), {}, r"attention\.causal=False, which is not implemented"),
+        (dict(llama__block_count=2**31), {}, r"llama\.block_count=2147483648, but has only 11 tensors"),
+        ({}, {"rope_freqs.weight": np.ones(3, np.float32)}, r"has 3 divisors, where heads have 8 features"),
         (dict(llama__vocab_size=11), {}, r"vocab_size=11, .*; what is read: 10"),
         (
             {},
@@ -298,7 +301,7 @@ def test_architectures_are_named(tmp_path):
 
 def described(**keys):
     return container.Opened(
-        "a.gguf",
+        pathlib.Path("a.gguf"),
         {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | {"general.architecture": "llama"},
         {},
     )
