@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float32, Int, Int32, Integer, UInt8
 
-from convert.packed import BLOCK, E4M3, Keepable, Packed, ranges, swapped
+from convert.packed import BLOCK, E4M3, Keepable, Scaled, ranges, swapped
 from convert.tensors import DTYPES, Tensor
 
 
@@ -24,7 +24,7 @@ AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # where an AWQ word holds the first, sec
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Matrix(Packed):
+class _Matrix(Scaled):
     """A weight (out, in) that is dequantised in bands of whole rows."""
 
     @abc.abstractmethod

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import stat
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -36,6 +37,7 @@ COMPANIONS = (
     "sentence_bert_config.json",
     "decision.json",
 )
+PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # the name of a part of a GGUF file
 CARD = "README.md"  # the model card, of what is in the folder and so not copied with it
 DECISION = "decision.json"  # how a model answers questions by the labels of their options (`zoo.text.questions`)
 # Files of sentence-transformers' modules behind the model: which there are, how they are made, and their weights.
@@ -92,6 +94,22 @@ def regular(path: str | os.PathLike[str]) -> int:
     if not stat.S_ISREG(state.st_mode):
         raise ValueError(f"{path} is no regular file (a folder, pipe or device); put the file itself there.")
     return state.st_size
+
+
+def one_gguf(names: Sequence[str], where: str) -> str | None:
+    """Returns the only GGUF file of a folder or repository `where`, or of its parts the first; None: there is none.
+
+    Files named mmproj-*.gguf, which hold towers for images, do not count.
+
+    Raises:
+        ValueError: there are several; the message names them.
+    """
+    parts = ((name, PART.fullmatch(name)) for name in sorted(names))
+    models = [name for name, part in parts if not ((part and int(part["number"]) > 1) or name.startswith("mmproj"))]
+    if len(models) > 1:
+        listed = ", ".join(models[:12]) + (", ..." if len(models) > 12 else "")
+        raise ValueError(f"{where} has {len(models)} GGUF files; name one of them, as {where}/{models[0]}: {listed}.")
+    return models[0] if models else None
 
 
 def read_index(path: str | os.PathLike[str]) -> dict[str, str]:

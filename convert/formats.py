@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from convert.dequantize import FLOATS, NVFP4_COLUMNS, Awq, Blocks, Bnb4, Bnb8, Gptq, Nvfp4, PackedIntegers
-from convert.packed import BF16, E4M3, Fp8Blocks, Mxfp4, Packed
+from convert.packed import BF16, E4M3, Fp8Blocks, Mxfp4, Packed, Scaled
 from convert.tensors import Tensor
 
 
@@ -27,7 +27,7 @@ class Layout:
     the checkpoint also has the first of its `parts`.
     """
 
-    make: Callable[..., Packed]
+    make: Callable[..., Scaled]
     codes: str
     dtypes: tuple[np.dtype, ...]
     parts: Mapping[str, str]  # argument of `make` -> suffix of its tensor's name
@@ -75,7 +75,7 @@ def layouts(stored: Mapping[str, Any] | None) -> list[Layout]:
 
 
 def unpack(tensors: Mapping[str, Tensor], stored: Mapping[str, Any] | None = None) -> dict[str, Tensor | Packed]:
-    """Joins the tensors that together store one weight into one `Packed`, by the quantization_config `stored`.
+    """Joins the tensors that together store one weight into one `Scaled`, by the quantization_config `stored`.
 
     A weight's default dtype is that of the largest tensor that is not quantised.
 
@@ -111,7 +111,7 @@ def _codes(layout: Layout, tensors: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def _joined(layout: Layout, name: str, rest: dict[str, Tensor]) -> Packed:
+def _joined(layout: Layout, name: str, rest: dict[str, Tensor]) -> Scaled:
     """Takes the codes `name` and the other tensors of one weight out of `rest`, and joins them.
 
     Raises:

@@ -46,7 +46,9 @@ from convert.files import (
     MODULE_CONFIGS,
     MODULE_WEIGHTS,
     MODULES,
+    PART,
     WEIGHTS,
+    one_gguf,
     read_index,
 )
 from convert.pacing import paced
@@ -71,7 +73,7 @@ def folder(
             COMPANIONS, CARD, sentence-transformers' modules and safetensors are downloaded to huggingface_hub's cache,
             all from one commit. HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and the like have the same effect as in that library.
             Each file is checked against the Hub's hash, even if another program or an interrupted download left the
-            file in the cache.
+            file in the cache. A repository without config.json that has one GGUF file gets that file, in any case.
         revision: a branch, tag or commit of the repository; None is its main branch.
         weights: False leaves out the safetensors.
         companions: False leaves out the COMPANIONS and the CARD.
@@ -93,6 +95,8 @@ def folder(
     patterns += [*COMPANIONS, MODULES, *MODULE_CONFIGS, CARD] * companions
     download = lambda: snapshot_download(source, revision=revision, allow_patterns=patterns)
     snapshot = pathlib.Path(_patiently(download, source, revision))
+    if not (snapshot / "config.json").exists() and (name := _only_gguf(source, snapshot)):
+        return gguf_file(f"{source}/{name}", snapshot.name).parent
     files = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
     _fetch(source, snapshot, [name for name in files if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)])
     if weights and not (snapshot / WEIGHTS).exists():
@@ -100,6 +104,37 @@ def folder(
             raise _no_safetensors(source)
         _fetch(source, snapshot, set(read_index(snapshot / INDEX).values()))
     return snapshot
+
+
+def gguf_file(source: str, revision: str | None = None) -> pathlib.Path:
+    """Returns the path of the GGUF file "org/name/FILE.gguf" of a repository, after downloading it if need be.
+
+    If its name says that it is one of several parts, all of them are downloaded.
+
+    Raises:
+        OSError: there is no such repository or file, or it cannot be downloaded; the message says what to do.
+    """
+    organisation, repository, file = source.split("/", 2)
+    repo, part = f"{organisation}/{repository}", PART.fullmatch(file)
+    wanted = (
+        [f"{part['name']}-{n:05}-of-{part['count']}.gguf" for n in range(1, int(part["count"]) + 1)] if part else []
+    )
+    wanted = wanted or [file]
+    download = lambda: snapshot_download(repo, revision=revision, allow_patterns=wanted)
+    snapshot = pathlib.Path(_patiently(download, repo, revision))
+    if missing := [name for name in wanted if not (snapshot / name).exists()]:
+        raise FileNotFoundError(f"{repo} has no file {missing[0]}.")
+    _fetch(repo, snapshot, wanted)
+    return snapshot / file
+
+
+def _only_gguf(repo: str, snapshot: pathlib.Path) -> str | None:
+    """Returns the name of the only GGUF file of a repository, by what was downloaded, or else by the Hub's list."""
+    names = [path.name for path in snapshot.glob("*.gguf")]
+    if not names and not constants.is_offline_mode():
+        names = [name for name in _patiently(lambda: _hashes(repo, snapshot.name), repo, snapshot.name) if
+                 name.endswith(".gguf") and "/" not in name]  # fmt: skip
+    return one_gguf(names, repo)
 
 
 def weights_hash(folder: pathlib.Path) -> str:
@@ -132,7 +167,8 @@ def headers(repo: str, commit: str) -> SafetensorsRepoMetadata:
 def _no_safetensors(repo: str) -> ValueError:
     return ValueError(
         f"{repo} has neither {WEIGHTS} nor {INDEX}, and other formats, such as pickle files, are refused; "
-        "https://huggingface.co/spaces/safetensors/convert converts a repository."
+        "https://huggingface.co/spaces/safetensors/convert converts a repository. A GGUF file, if it has one, is "
+        f"{repo}/FILE.gguf."
     )
 
 

@@ -28,10 +28,35 @@ PAIRS = 16  # bytes, of two values each, that share a scale in MXFP4
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(abc.ABC):
-    """A quantised tensor, stored as several tensors: codes, scales and the like. Any thread may read it."""
+    """A tensor whose values are computed as they are read, from other numbers in a file. Any thread may read it."""
 
     name: str
     dtype: np.dtype = BF16  # the dtype it is dequantised to, unless another is asked for
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape of the values."""
+
+    @property
+    @abc.abstractmethod
+    def file(self) -> pathlib.Path:
+        """Returns the file that holds it, for messages."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Returns the bytes that store it."""
+
+    @abc.abstractmethod
+    def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """Dequantises the part at `index` (slices without steps) to `dtype`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled(Packed):
+    """A quantised tensor, stored as several tensors: codes, scales and the like."""
+
     codes: Tensor
     scales: Tensor
 
@@ -58,13 +83,9 @@ class Packed(abc.ABC):
     def fits(self) -> bool:
         """Whether the shapes and dtypes of its tensors fit together."""
 
-    @abc.abstractmethod
-    def part(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """Dequantises the part at `index` (slices without steps) to `dtype`."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Keepable(Packed):
+class Keepable(Scaled):
     """A quantised tensor whose codes a model may keep."""
 
     @abc.abstractmethod

@@ -58,7 +58,7 @@ HEADER = 2**24  # most bytes of a file's header: 140,000 tensors, ten times what
 Lazy = tuple[tuple[int, ...], np.dtype, Callable[[], np.ndarray]]
 
 
-class _File:
+class File:
     """An open file of weights. Its tensors share the descriptor, which is closed when the last of them is gone."""
 
     def __init__(self, path: pathlib.Path):
@@ -74,7 +74,7 @@ class _File:
         return np.frombuffer(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
 
 
-class _Remote(_File):
+class _Remote(File):
     """A file on the Hub, of which only the header was downloaded."""
 
     def __init__(self, path: pathlib.Path):
@@ -89,7 +89,7 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: np.dtype
     offset: int  # bytes of the file before the tensor's first byte
-    _file: _File = field(repr=False)
+    _file: File = field(repr=False)
 
     @property
     def file(self) -> pathlib.Path:
@@ -299,7 +299,7 @@ def open_file(path: pathlib.Path) -> list[Tensor]:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch or export it again.") from error
     except OSError as error:
         raise OSError(f"{path} cannot be read: {error}.") from error
-    file, offset, tensors = _File(path), 8 + header, []
+    file, offset, tensors = File(path), 8 + header, []
     for name, code, shape in layout:  # the library has checked that tensors fill the file without gaps
         if code not in DTYPES:
             raise _unknown_dtype(name, path, code)

@@ -64,11 +64,13 @@ SMALL = {
     "zoo serve": "--batch 1 --max-tokens 64 --port 0",
     "zoo verify": "--tokens 4",
     "zoo merge": "",
+    "zoo to-gguf": "",
 }
 ELSEWHERE = {
     "python3 -m venv": "CI runs it where it is the first",
     "pip install": "CI installs what is needed",
     "lm_eval": "tests/zoo/test_serve.py runs it where it is installed",
+    "python -m zoo chat smollm2-135m-instruct": "it needs a package; tests/zoo/test_gguf.py compares what it answers",
     "python -m zoo evaluate": "tests/zoo/test_evaluation.py evaluates where lm-eval is installed",
     "pytest": "CI runs all of them",
     "python -m tests.": "these write what lies in the repository",

@@ -13,6 +13,7 @@ COMMANDS = {
     "merge": ("zoo", "merge an adapter into its model"),
     "to-hub": ("zoo", "export a checkpoint of a run in the Hub's layout"),
     "to-orbax": ("zoo", "write a model as a checkpoint of Orbax"),
+    "to-gguf": ("zoo", "write a model as a GGUF file for llama.cpp"),
     "sft": ("train.sft", "fine-tune on chats, completions or texts"),
     "pretrain": ("train.pretrain", "train from random weights"),
     "dpo": ("train.dpo", "train on preferences: DPO, IPO, ORPO, KTO"),

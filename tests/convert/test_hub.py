@@ -56,6 +56,8 @@ REPOSITORIES = {
     },
     "org/pickles": FILES,
     "org/escape": {**FILES, "model.safetensors.index.json": SHARDED.replace("model-00002", "../model-00002").encode()},
+    "org/gguf": {"README.md": b"# a model", "a-Q8_0.gguf": b"GGUF", "mmproj-a.gguf": b"GGUF"},
+    "org/ggufs": {"a-Q8_0.gguf": b"GGUF", "b-00001-of-00002.gguf": b"GGUF", "b-00002-of-00002.gguf": b"GGUF"},
     "org/gated": {**FILES, "model.safetensors": tensor_file("x")},
 }
 COMMON = {"config.json", "tokenizer.json", "chat_template.jinja", "README.md"}
@@ -170,7 +172,8 @@ if waits == "False":  # a second passes with each piece of an answer, and nothin
     hub.time = pacing.time = types.SimpleNamespace(sleep=lambda seconds: None, monotonic=itertools.count().__next__)
 for revision in revisions:
     try:
-        print(hub.folder(repo, revision or None, weights=weights == "True"))
+        single = repo.endswith(".gguf")
+        print(hub.gguf_file(repo) if single else hub.folder(repo, revision or None, weights=weights == "True"))
     except (OSError, ValueError) as error:
         print(f"{type(error).__name__}: {error}")
 """
@@ -279,6 +282,21 @@ def test_the_shards_that_the_index_names(hub):
     path = ask(hub, "org/many")
     assert names(path) == COMMON | REPOSITORIES["org/many"].keys() - FILES.keys() - {"consolidated.safetensors"}
     assert open_tensors(path).keys() == {"x", "y"}
+
+
+def test_gguf(hub):
+    """A repository without config.json whose only model is a GGUF file gets it; of several one is named."""
+    path = pathlib.Path(ask(hub, "org/gguf"))
+    assert {name.name for name in path.iterdir()} == {"README.md", "a-Q8_0.gguf"}
+    assert ask(hub, "org/gguf", weights=False) == str(path)
+    assert ask(hub, "org/gguf", HF_HUB_OFFLINE="1") == str(path)
+    assert ask(hub, "org/ggufs") == (
+        "ValueError: org/ggufs has 2 GGUF files; name one of them, as org/ggufs/a-Q8_0.gguf: a-Q8_0.gguf, "
+        "b-00001-of-00002.gguf."
+    )
+    parts = pathlib.Path(ask(hub, "org/ggufs/b-00001-of-00002.gguf"))
+    assert {name.name for name in parts.parent.iterdir()} == {"b-00001-of-00002.gguf", "b-00002-of-00002.gguf"}
+    assert ask(hub, "org/ggufs/c.gguf") == "FileNotFoundError: org/ggufs has no file c.gguf."
 
 
 def test_without_weights(hub):

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 import zoo
-from convert import pacing
+from convert import cache, pacing
 from tests.train.test_records import cached, fields, tf_example  # noqa: F401
-from train.base import cache
 from train.data import files, web
 from train.data.formats import columns, ids, index
 from train.data.packing import Example, encode
@@ -440,7 +439,7 @@ def test_what_took_long_is_kept(tmp_path, monkeypatch):
 def test_only_one_process_copies(tmp_path):
     """A half that was left over is not taken for the whole file, nor is one that is still being written."""
     code = (
-        "import sys\nfrom train.base import cache\n"
+        "import sys\nfrom convert import cache\n"
         "def make(to):\n to.write_text('h')\n print('made', flush=True)\n input()\n to.write_text('whole')\n"
         "print('asks', flush=True)\nprint(cache.keep('key', 'file', make).read_text())"
     )

@@ -24,9 +24,8 @@ import fsspec.callbacks
 import jax
 import rich
 
-from convert import manifest
+from convert import cache, manifest
 from convert.private import public
-from train.base import cache
 from train.data import functions, hub, web
 from train.data.formats import READERS
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import rich.progress
 
-from train.base import cache
+from convert import cache
 
 
 BATCH = 1000  # records that are fetched at a time

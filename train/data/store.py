@@ -27,9 +27,9 @@ import grain
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
-from convert import manifest
+from convert import cache, manifest
 from convert.private import public, public_json
-from train.base import cache, writing
+from train.base import writing
 from train.base.differences import differences
 from train.data.packing import tokenizer_hash
 from train.data.rows import Row, of_bytes, to_bytes
@@ -172,7 +172,7 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
 def verify(folder: pathlib.Path, *, anew: bool = False) -> None:
     """Compares the SHA-256 of all shards with those in store.json.
 
-    A shard is read once, and its hash is cached (`train.base.cache.sha256`). With `anew` every shard is read again.
+    A shard is read once, and its hash is cached (`convert.cache.sha256`). With `anew` every shard is read again.
 
     Raises:
         ValueError: a shard has changed since it was written; names the shard, and its first damaged row if one is.

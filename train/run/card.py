@@ -21,6 +21,7 @@ from train.run.start import Run
 from train.watch.metrics import read_metrics
 from train.watch.page import RUN, flat
 from zoo.nn.heads import Kind
+from zoo.registry import is_local
 from zoo.source import Source
 from zoo.weights import peft
 
@@ -70,13 +71,13 @@ def of_base(base: Source) -> dict[str, Any]:
         rich.print(f"WARNING: {path} has no metadata that can be read ({error}), so the new card names no license.")
     found = {name: theirs[name] for name in LICENSE if name in theirs}
     repository = peft.base_name(base.name)
-    name = theirs.get("base_model") if pathlib.Path(repository).is_dir() else repository
+    name = theirs.get("base_model") if is_local(repository) else repository
     return found | ({"base_model": name} if name else {})
 
 
 def _lines(exported: pathlib.Path, options: Options, run: Run, base: Source | None) -> Iterator[str]:
     adapter, named = run.trained.adapters, pathlib.Path(run.trained.name)
-    shown = named.name if named.is_dir() else str(named)  # no path of this machine is published
+    shown = named.name if is_local(str(named)) else str(named)  # no path of this machine is published
     yield f"# {run.out.resolve().name}\n"
     begun = f"from {shown}" if base else f"from random weights, in the shape of {shown}"
     what = "LoRA adapters" if adapter else "A model"

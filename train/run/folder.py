@@ -26,7 +26,7 @@ from train.watch.page import RUN
 from zoo.config import write as write_config
 from zoo.nn.heads import AbstractHead
 from zoo.nn.model import AbstractConfig, AbstractModel
-from zoo.registry import family_of
+from zoo.registry import family_of, is_local
 from zoo.source import Source
 from zoo.surgery import cast
 from zoo.text.tokenizer import Tokenizer
@@ -160,7 +160,7 @@ def identity(
 
     `template` is the chat template that replaces the model's own, and `head` is the model's.
     """
-    model = str(pathlib.Path(name).resolve()) if pathlib.Path(name).is_dir() else name
+    model = str(pathlib.Path(name).resolve()) if is_local(name) else name
     hub = write_config(config, family_of(config), export_dtype(config))
     hub |= config_keys(head, hub, config.source) if head else {}
     # The model's optional parts. "mtp" is always there, since checkpoints of earlier versions always have it.

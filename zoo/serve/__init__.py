@@ -60,7 +60,7 @@ def serve(
     Connections are not encrypted: serve only this machine, or put a proxy that encrypts in front.
 
     Args:
-        source: a zoo name, a Hub repository org/name, or a folder.
+        source: a zoo name, a Hub repository org/name, a folder, or a GGUF file.
         adapters: further models of requests, each NAME=FOLDER: the model with the adapter in a folder. They share its
             weights, and each has a cache of its own.
         head: what stands in the place of output embeddings (docs/heads.md), for /v1/embeddings, /v1/score and

@@ -36,7 +36,7 @@ from zoo.lora import ADAPTERS, LoRAExpertLinear, LoRALinear
 from zoo.nn.heads import AbstractHead
 from zoo.nn.layers import AbstractExpertLinear, AbstractLinear
 from zoo.nn.model import AbstractModel, Family, has_vision
-from zoo.registry import EMBEDDED, REPOSITORIES, family_of
+from zoo.registry import EMBEDDED, REPOSITORIES, family_of, is_local
 from zoo.surgery import modules, path_name, shardings, with_head
 from zoo.weights.checkpoint import match_wildcards, parameters, published_name, skeleton
 from zoo.weights.gather import gathered, write_once
@@ -283,7 +283,7 @@ def _write(
 def base_name(source: str) -> str:
     """Return the name by which transformers finds a model: its Hub repository, or a folder's absolute path."""
     name = str(REPOSITORIES.get(source) or EMBEDDED.get(source) or source)
-    return str(pathlib.Path(name).resolve()) if name and pathlib.Path(name).is_dir() else name
+    return str(pathlib.Path(name).resolve()) if is_local(name) else name
 
 
 def template_of(folder: str | os.PathLike[str] | None) -> pathlib.Path | None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convert.dequantize import Nvfp4, PackedIntegers
-from convert.packed import E8M0, Fp8Blocks, Keepable, Mxfp4, Packed, scale_values
+from convert.packed import E8M0, Fp8Blocks, Keepable, Mxfp4, Packed, Scaled, scale_values
 from convert.tensors import Tensor
 from zoo.quantized import BLOCKS, STORED, Format, Holding, Kept, quantize_weight
 
@@ -158,7 +158,7 @@ class Scan:
             self.look(tensor, codes)
         values = scale_values(scales) if scales.dtype.kind == "u" else scales
         if values.dtype != E8M0:
-            self.look(tensor.scales if isinstance(tensor, Packed) else tensor, values)
+            self.look(tensor.scales if isinstance(tensor, Scaled) else tensor, values)
         elif np.isnan(values).any():
             raise self.refusal(tensor, "has scales that are NaN")
         if not scales.any() or (codes.view(np.uint8) & mask == zeros).all():

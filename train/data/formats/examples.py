@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from train.base import cache
+from convert import cache
 from train.data.formats.index import index
 from train.data.record import KEYS, Records
 

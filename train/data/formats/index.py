@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from jaxtyping import UInt64
 
-from train.base import cache
+from convert import cache
 
 
 LARGE = 2**26  # bytes; a smaller file is read through in a tenth of a second
