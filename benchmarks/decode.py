@@ -5,8 +5,8 @@ llama.cpp where `pip install llama-cpp-python gguf` has been run.
 
 All continue the same prompts with the same weights. In float32 zoo and transformers must generate the same tokens. With
 --dtype bfloat16 the checkpoint has 16 bits, which zoo widens as it loads them (dtype="auto"), and logits are rounded in
-other places; llama.cpp multiplies in another way, and random weights have logits that are nearly equal. A static batch waits for its
-longest sequence. Where a text has several turns, the engine and llama.cpp read only what is new, and the
+other places; llama.cpp multiplies in another way, and random weights have logits that are nearly equal. A static batch
+waits for its longest sequence. Where a text has several turns, the engine and llama.cpp read only what is new, and the
 others the whole text.
 """
 

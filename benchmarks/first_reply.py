@@ -2,8 +2,8 @@
 
     python -m benchmarks.first_reply FOLDER
 
-FOLDER is a model in the Hub's layout with a tokenizer and a chat template, such as SmolLM2-135M-Instruct. Each turn is a
-new process. "Cold" means that no compiled program is kept on disk, "kept" that an earlier process has left its programs.
+FOLDER is a model in the Hub's layout with a tokenizer and a chat template, such as SmolLM2-135M-Instruct. Each turn is
+a new process. "Cold" means that no compiled program is kept on disk, "kept" that an earlier process has left its own.
 transformers does the same in a script that loads the folder and generates. Greedy replies to one question.
 """
 

@@ -388,7 +388,7 @@ def init_cache(
     """Makes an empty cache of a model, for positions 0 to `length` - 1.
 
     `dtype` None is the model's own, and may be any of floating-point numbers: attention then casts a layer of the cache
-    to the model's at each call. On a CPU 16 bits are held as float32: to write one vector, XLA there converts all layers
+    to the model's at each call. On a CPU 16 bits are held as float32: to write a vector, XLA there converts all layers
     to float32 and back. "int8" keeps each vector in 8 bits (a head's key or value at a position; latent
     attention's two vectors): `update` quantises as it writes, and attention reads integers and scales. Windows keep
     `widen` more positions than they see: a caller that takes so many tokens back (speculative decoding) still finds the

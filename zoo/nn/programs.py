@@ -195,8 +195,7 @@ def _loop(eqn: JaxprEqn, may: Sequence[bool], device: jax.Device) -> Callable[..
     def run(*arrays: Array) -> Sequence[Array]:
         given, carry = arrays[consts:start], arrays[start:]
         carry = [
-            jnp.array(x) if is_own and not free else x
-            for x, is_own, free in zip(carry, own, may[start:], strict=True)
+            jnp.array(x) if is_own and not free else x for x, is_own, free in zip(carry, own, may[start:], strict=True)
         ]
         while ask(*arrays[:consts], *carry)[0]:
             carry = programs([*given, *carry])
