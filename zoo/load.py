@@ -95,8 +95,7 @@ def load(
         ValueError: if it is damaged, if weights of that name were never published, or if the config or a tensor is not
             one that the family implements; the message names it.
     """
-    if dtype is not None and dtype != "auto":
-        dtype = _float_dtype(dtype)
+    held = None if dtype is None or dtype == "auto" else _float_dtype(dtype)
     if quantize not in (None, *QUANTIZE):
         raise ValueError(f"quantize={quantize!r} is none of {', '.join(QUANTIZE)}.")
     if head not in (None, *get_args(Kind)):
@@ -108,7 +107,7 @@ def load(
     tensors = source.tensors()
     checkpoint.check_sizes(config, tensors)
     if dtype == "auto":
-        dtype = _fast_dtype(source.name, tensors)
+        held = _fast_dtype(source.name, tensors)
     if verify:
         convert.tensors.verify_files(source.weights, slice(jax.process_index(), None, jax.process_count()))
     model = checkpoint.skeleton(family, config, parts)
@@ -119,7 +118,7 @@ def load(
         raise ValueError(f"{source.name} has a head for labels: load it with head='classification' or head='reward'.")
     return checkpoint.fill(
         model, tensors, family,
-        dtype=dtype, mesh=mesh, format=quantize, check_values=check_values, mmap=mmap,
+        dtype=held, mesh=mesh, format=quantize, check_values=check_values, mmap=mmap,
     )  # fmt: skip
 
 

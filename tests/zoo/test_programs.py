@@ -40,7 +40,8 @@ def steps(static, weights, state):
 
     n, x, states = jax.lax.while_loop(lambda c: (c[0] < 5) & (jnp.sum(c[1]) > 0), body, (jnp.int32(0), *state))
     x, states, k = layer(weights[0], x, states, n)
-    return {"x": x + 1, "states": states, "count": (n, k), "weights": weights[1], "constant": jnp.ones(2)}
+    x, states, one = layer(weights[1], x, states, jnp.int32(1))
+    return {"x": x + 1, "states": states, "count": (n, k, one), "weights": weights[1], "constant": jnp.ones(2)}
 
 
 def inputs():
@@ -62,7 +63,7 @@ def test_marked_calls_are_one_program(monkeypatch):
     monkeypatch.setattr(programs, "_compiled", lambda *args, make=programs._compiled: made.append(args) or make(*args))
     in_programs(steps, free=1)("name", *map(jax.device_put, inputs()))
     marked = [traced for traced, *_ in made if "tanh" in str(traced)]
-    # Five calls in two functions: one program in the loop's body, and one behind it. The others are what is before the
+    # Six calls in two functions: one program in the loop's body, and one behind it. The others are what is before the
     # loop, before and after the calls in its body, and at the end.
     assert len(marked) <= 2 and len(made) <= 6
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
@@ -44,9 +44,7 @@ def in_programs(function: Callable[..., T], free: int | None) -> Callable[..., T
     """
 
     @functools.lru_cache(maxsize=MOST)
-    def cut(
-        static: Hashable, trees: Any, types: tuple[Any, ...], device: jax.Device, _: Hashable
-    ) -> tuple[Programs, Any]:
+    def cut(static: Hashable, trees: Any, types: tuple[Any, ...], device: Any, _: Hashable) -> tuple[Programs, Any]:
         shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
         arguments = jax.tree.unflatten(trees, shapes)
         traced = jax.jit(function, static_argnums=0).trace(static, *arguments)
@@ -66,7 +64,7 @@ def in_programs(function: Callable[..., T], free: int | None) -> Callable[..., T
 class Programs:
     """A traced function as programs, each of which is compiled when it is first called."""
 
-    def __init__(self, traced: ClosedJaxpr, free: Sequence[bool], device: jax.Device):
+    def __init__(self, traced: Any, free: Sequence[bool], device: Any):
         """
         Args:
             traced: the function, as `jax.jit(function).trace(...).jaxpr` has it.
@@ -74,11 +72,13 @@ class Programs:
             device: where the programs run.
         """
         jaxpr, pieces = traced.jaxpr, list(_pieces(traced.jaxpr))
-        original: dict[Var, Var] = {}  # what a piece returns as it came -> the variable that has the array already
-        for piece in pieces:
-            original |= {new: original.get(old, old) for new, old in piece.unchanged.items()}
+        original: dict[Any, Any] = {}  # variable that a piece returns as it came -> what has the array already
         resolved = lambda atoms: [v if isinstance(v, Literal) else original.get(v, v) for v in atoms]
-        inputs, returned = [resolved(piece.inputs) for piece in pieces], resolved(jaxpr.outvars)
+        inputs = []
+        for piece in pieces:
+            inputs.append(resolved(piece.inputs))
+            original |= {piece.results[result]: inputs[-1][n] for result, n in piece.unchanged.items()}
+        returned = resolved(jaxpr.outvars)
 
         last = {v: n for n, taken in enumerate([*inputs, returned]) for v in _variables(taken)}
         owned = {v for v, is_free in zip(jaxpr.invars, free, strict=True) if is_free}
@@ -90,18 +90,19 @@ class Programs:
             may = [ends(v, n) and _variables(taken).count(v) == 1 for v in taken]
             others = reused.setdefault(id(piece.traced), may)
             reused[id(piece.traced)] = [a and b for a, b in zip(may, others, strict=True)]
-        compiled = {id(piece.traced): piece for piece in pieces}
-        compiled = {key: piece.compiled(reused[key], device) for key, piece in compiled.items()}
+        distinct = {id(piece.traced): piece for piece in pieces}
+        compiled = {key: piece.compiled(reused[key], device) for key, piece in distinct.items()}
 
         # Arrays lie in a list, in which each variable and each literal has a place.
         self._held: list[Any] = []
-        places: dict[Var, int] = {}
+        places: dict[Any, int] = {}
 
         def place(atom: Any, value: Any = None) -> int:
-            if not isinstance(atom, Literal) and atom in places:
+            literal, aval = isinstance(atom, Literal), atom.aval
+            if not literal and atom in places:
                 return places[atom]
-            self._held.append(jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else value)
-            if not isinstance(atom, Literal):
+            self._held.append(jnp.asarray(atom.val, aval.dtype) if literal else value)
+            if not literal:
                 places[atom] = len(self._held) - 1
             return len(self._held) - 1
 
@@ -136,41 +137,40 @@ class Programs:
 class _Piece(NamedTuple):
     """Equations of a traced function that run as one program, or a loop of several programs."""
 
-    traced: ClosedJaxpr
+    traced: Any  # the equations; of a loop, those of its body
     inputs: Sequence[Any]
-    results: Sequence[Var]
-    loop: JaxprEqn | None = None
+    results: Sequence[Any]
+    loop: Any = None  # the equation of the loop, if it is one
 
     @property
-    def unchanged(self) -> dict[Var, Var]:
-        """Returns the results that are inputs as they came, and which. The program does not return them."""
+    def unchanged(self) -> dict[int, int]:
+        """Maps the numbers of results that are inputs as they came to the inputs'. The program does not return them."""
         if self.loop is not None:
             return {}
-        given = {v: x for v, x in zip(self.traced.jaxpr.invars, self.inputs, strict=True) if not isinstance(x, Literal)}
-        pairs = zip(self.results, self.traced.jaxpr.outvars, strict=True)
-        return {new: given[v] for new, v in pairs if not isinstance(v, Literal) and v in given}
+        jaxpr = self.traced.jaxpr
+        numbers = {v: n for n, v in enumerate(jaxpr.invars)}
+        return {n: numbers[v] for n, v in enumerate(jaxpr.outvars) if not isinstance(v, Literal) and v in numbers}
 
     @property
-    def outputs(self) -> list[Var]:
+    def outputs(self) -> list[Any]:
+        """The variables of the results that the program returns."""
         unchanged = self.unchanged
-        return [v for v in self.results if v not in unchanged]
+        return [v for n, v in enumerate(self.results) if n not in unchanged]
 
-    def compiled(self, may: Sequence[bool], device: jax.Device) -> Callable[..., Sequence[Array]]:
+    def compiled(self, may: Sequence[bool], device: Any) -> Callable[..., Sequence[Array]]:
         """Returns the program, which may reuse the memory of some inputs: of those like which it has an output."""
         if self.loop is not None:
             return _loop(self.loop, may, device)
         unchanged = self.unchanged
-        outputs = tuple(n for n, new in enumerate(self.results) if new not in unchanged)
-        return _compiled(self.traced, outputs, tuple(may), device)
+        returned = tuple(n for n in range(len(self.results)) if n not in unchanged)
+        return _compiled(self.traced, returned, tuple(may), device)
 
 
 @functools.lru_cache(maxsize=MOST)
-def _compiled(
-    traced: ClosedJaxpr, outputs: Sequence[int], may: Sequence[bool], device: jax.Device
-) -> Callable[..., Sequence[Array]]:
+def _compiled(traced: Any, returned: Sequence[int], may: Sequence[bool], device: Any) -> Callable[..., Sequence[Array]]:
     """Returns the program of a traced function. Functions that call the same marked one share its program."""
     jaxpr = traced.jaxpr
-    outvars = [jaxpr.outvars[n] for n in outputs]
+    outvars = [jaxpr.outvars[n] for n in returned]
     kinds = collections.Counter((v.aval.shape, v.aval.dtype) for v in outvars)
     donated = []
     for n, v in enumerate(jaxpr.invars):
@@ -182,13 +182,13 @@ def _compiled(
     return jax.jit(compute, donate_argnums=donated, in_shardings=SingleDeviceSharding(device))
 
 
-def _loop(eqn: JaxprEqn, may: Sequence[bool], device: jax.Device) -> Callable[..., Sequence[Array]]:
+def _loop(eqn: Any, may: Sequence[bool], device: Any) -> Callable[..., Sequence[Array]]:
     """Returns a function that runs a `while_loop` whose body is cut."""
     params, body = eqn.params, eqn.params["body_jaxpr"]
     ask = jax.jit(jaxpr_as_fun(params["cond_jaxpr"]), in_shardings=SingleDeviceSharding(device))
     consts, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     # What the body returns as it came, or twice, is not its own.
-    results = [v for v in body.jaxpr.outvars]
+    results = body.jaxpr.outvars
     own = [not isinstance(v, Literal) and v not in body.jaxpr.invars and results.count(v) == 1 for v in results]
     programs = Programs(body, [False] * params["body_nconsts"] + own, device)
 
@@ -204,11 +204,11 @@ def _loop(eqn: JaxprEqn, may: Sequence[bool], device: jax.Device) -> Callable[..
     return run
 
 
-def _pieces(jaxpr: Jaxpr) -> Iterator[_Piece]:
+def _pieces(jaxpr: Any) -> Iterator[_Piece]:
     """Cuts a function into pieces, in the order in which they run. An equation is in the first one that it can be."""
-    cuts: list[JaxprEqn] = []
-    between: list[list[JaxprEqn]] = [[]]
-    made_by: dict[Var, int] = {}  # the number of cuts after which a variable is there
+    cuts: list[Any] = []
+    between: list[list[Any]] = [[]]
+    made_by: dict[Any, int] = {}  # the number of cuts after which a variable is there
     for eqn in jaxpr.eqns:
         if _is_marked(eqn) or _is_cut_loop(eqn):
             cuts.append(eqn)
@@ -236,15 +236,15 @@ def _pieces(jaxpr: Jaxpr) -> Iterator[_Piece]:
             yield _Piece(ClosedJaxpr(own, ()), inputs, outputs)
 
 
-def _variables(atoms: Iterable[Any]) -> list[Var]:
+def _variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
-def _is_marked(eqn: JaxprEqn) -> bool:
+def _is_marked(eqn: Any) -> bool:
     return str(eqn.params.get("name", "")).startswith(MARK)
 
 
-def _is_cut_loop(eqn: JaxprEqn) -> bool:
+def _is_cut_loop(eqn: Any) -> bool:
     if eqn.primitive.name != "while":
         return False
     return any(_is_marked(each) or _is_cut_loop(each) for each in eqn.params["body_jaxpr"].jaxpr.eqns)
