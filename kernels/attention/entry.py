@@ -35,19 +35,27 @@ def over_cache(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Computes `kernels.decode_attention`; `kv` holds the positions of the cache's slots."""
     check(q, k, v)
-    of_k, (of_v, v_dim) = Stacked.of(k), (None, v) if isinstance(v, int) else (Stacked.of(v), v.shape[3])
+    of_k, of_v, v_dim = Stacked.of(k), *((None, v) if isinstance(v, int) else (Stacked.of(v), v.shape[3]))
     dtype, on_cpu = q.dtype, device().platform == "cpu"
     if on_cpu and implementation is None and dtype.itemsize == 2:
         # A CPU multiplies 16 bits by widening them, which XLA would do for all slots at once.
-        wide = lambda x: dataclasses.replace(x, wide=np.dtype(np.float32))
-        q, of_k, of_v = q.astype(jnp.float32), wide(of_k), None if of_v is None else wide(of_v)
+        wide = lambda x: None if x is None else dataclasses.replace(x, wide=np.dtype(np.float32))
+        q, of_k, of_v = q.astype(jnp.float32), wide(of_k), wide(of_v)
     q_tokens = cast(at, q.shape[1], mask)
     kv_tokens = cast(kv, k.shape[1], mask)
     mask = complete(mask, q_tokens, kv_tokens)
     at_once = on_cpu and k.shape[1] <= 64  # one block, and so no loop
     options = dict(first="reference" if at_once else None, v_dim=v_dim, scale=scale, softcap=softcap)
     attend = functools.partial(dispatch.run, "decode_attention", implementation, mask=mask, **options)
-    out = split_attention(attend, q, of_k, of_v, sinks=sinks, q_tokens=q_tokens, kv_tokens=kv_tokens)
+    out = split_attention(
+        attend,
+        q,
+        of_k,  # pyright: ignore[reportArgumentType]  # a `Stacked`
+        of_v,  # pyright: ignore[reportArgumentType]
+        sinks=sinks,
+        q_tokens=q_tokens,
+        kv_tokens=kv_tokens,
+    )
     return out.astype(dtype)
 
 
