@@ -126,7 +126,15 @@ def bytes_of_a_step(model, **options):
 
 
 DTYPES = "float32", "bfloat16", "float16"
-KINDS = "qwen3-window-head", "deepseek3", "gpt_oss", "kimi_linear", "lfm2-new", "nemotron_h-mlp-new", "qwen3_next-dense-new"
+KINDS = (
+    "qwen3-window-head",
+    "deepseek3",
+    "gpt_oss",
+    "kimi_linear",
+    "lfm2-new",
+    "nemotron_h-mlp-new",
+    "qwen3_next-dense-new",
+)
 
 
 @pytest.mark.parametrize(
