@@ -112,7 +112,6 @@ def test_tokens_in_order_need_no_positions():
         close(actual, expected, terms=TERMS)
 
 
-@pytest.mark.thorough
 def test_tokens_in_order_over_the_context():
     """Output and gradients equal one device's, also for documents and images that span devices. All devices compute
     equally many pairs of tokens, wherever in the row their own tokens are.
