@@ -143,24 +143,30 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Starts a Hub, with the folder of a cache beside it."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    server.url, server.home = f"http://127.0.0.1:{server.server_port}", tmp_path_factory.mktemp("hub") / "cache"
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
 @pytest.fixture
-def hub(tmp_path, nursery):
-    """Starts a Hub for each test.
+def hub(server, nursery):
+    """Returns the Hub as new, with an empty cache.
 
     It has the `requests` and the bytes `sent` so far, the `faults` to answer with, the number of times that a file
     arrives `damaged`, and the first characters of an `etag` that is no hash.
     """
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    shutil.rmtree(server.home, ignore_errors=True)
     server.hub = types.SimpleNamespace(requests=[], faults={}, damaged=collections.Counter(), etag=None, sent=0)
-    server.hub.url = f"http://127.0.0.1:{server.server_port}"
-    server.hub.cache = tmp_path / "cache"
-    server.hub.nursery = nursery
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server.hub
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    server.hub.url, server.hub.cache, server.hub.nursery = server.url, server.home, nursery
+    return server.hub
 
 
 CALL = """
@@ -201,22 +207,23 @@ print(zoo.load(source).config is source.config, source.weights == source.folder,
 """
 
 
-# Runs scripts one after another, each in a fork that has imported their modules, except those that read the
-# environment.
+# Runs scripts one after another, each in a fork that has imported their modules. Where the environment is another than
+# the usual one, modules that read it are imported anew.
 NURSERY = """
 import json, os, sys, traceback
-import zoo
+import convert.hub, zoo
 
-for name in list(sys.modules):
-    if name.partition(".")[0] in ("huggingface_hub", "convert", "zoo"):
-        del sys.modules[name]
+usual = dict(os.environ)
 for script, arguments, environment, *files in map(json.loads, sys.stdin):
     child = os.fork()
     if not child:
         for number, file in enumerate(files, start=1):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        os.environ.clear()
         os.environ.update(environment)
+        if os.environ != usual:
+            for name in list(sys.modules):
+                if name.partition(".")[0] in ("huggingface_hub", "convert", "zoo"):
+                    del sys.modules[name]
         sys.argv, status = ["", *arguments], 0
         try:
             exec(script, {"__name__": "__main__"})
@@ -230,8 +237,15 @@ for script, arguments, environment, *files in map(json.loads, sys.stdin):
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    environment = {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu"}
+def nursery(server):
+    environment = {
+        "PATH": os.environ["PATH"],
+        "JAX_PLATFORMS": "cpu",
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(server.home),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "*",
+    }
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", NURSERY],
         cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -250,14 +264,6 @@ def inspect(hub, *repos, **environment):
 
 
 def run(hub, script, *arguments, **environment):
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(hub.cache),
-        "HF_HUB_DISABLE_XET": "1",
-        "NO_PROXY": "*",
-        **environment,
-    }
     files = [hub.cache.with_name(name) for name in ("printed", "complained")]
     hub.nursery.stdin.write(json.dumps([script, arguments, environment, *map(str, files)]) + "\n")
     hub.nursery.stdin.flush()

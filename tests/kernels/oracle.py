@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kernels
 from kernels.masks import And, Around, Branches, Causal, Chunk, Full, Mask, Or, Segments, Spans, Window
@@ -19,6 +20,8 @@ SCALE = 0.3
 # gradients there are as many again.
 TERMS = 2 * (150 + 16 * 25)
 QUICK = {"xla_backend_optimization_level": 0}  # compiling takes nearly all of these tests' time; this halves it
+
+thorough = lambda *case: pytest.param(*case, marks=pytest.mark.thorough)
 
 
 def oracle(q, k, v, d_out, *, mask: Mask | None = None, softcap=None, sinks=None, **tokens):

@@ -97,6 +97,7 @@ def test_equals_the_plain_loss(kind, batch):
         close(eqx.filter_jit(chunked)(model, *batch), (want, want_sums), terms=200)
 
 
+@pytest.mark.thorough
 def test_any_chunk(batch):
     model = models()["linear"]
     want = value_and_grad(plain)(model, *batch)
@@ -197,7 +198,7 @@ def on_one_device():
     return given, jax.jit(of_a_head)(*given)
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (4, 1, 2), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [(8, 1, 1), pytest.param((4, 1, 2), marks=pytest.mark.thorough), (2, 2, 2)])
 def test_split_over_devices(shape, on_one_device):
     mesh = jax.make_mesh(shape, ("fsdp", "context", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 import kernels
 from kernels import Causal, Chunk, Stacked, Tokens, sliding
 from tests.close import close
-from tests.kernels.oracle import QUICK, SCALE, TERMS, arrays, oracle
+from tests.kernels.oracle import QUICK, SCALE, TERMS, arrays, oracle, thorough
 
 
 SINKS = np.array([1.0, -2.0, 5.0, -np.inf], np.float32)
@@ -33,7 +33,7 @@ DEFAULT = ("all, of a few queries", "latents, wider than a register")  # cases o
         ("all, of a few queries", "reference"),
         # test_attention_triton.py has more cases for Triton.
         *(
-            pytest.param(case, name, marks=() if case in DEFAULT else pytest.mark.thorough)
+            (case, name) if case in DEFAULT[name.startswith("tpu") :] else thorough(case, name)
             for name in ("xla", "triton", "tpu", "tpu_heads")
             for case in DECODES
             if case != "causal" or name == "tpu"
@@ -324,7 +324,7 @@ def test_tokens_are_written_into_a_cache(implementation):
         np.testing.assert_array_equal(d.any(axis=(2, 3)), ~dropped)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("kv_heads", [thorough(1), 2, thorough(8)])
 def test_over_a_mesh(kv_heads):
     """A layer's cache heads are split like the queries', and repeated if too few. A single head stays whole."""
     q, k, v, _ = map(jnp.asarray, arrays(batch=2, seq=3, heads=8, kv_seq=200, kv_heads=kv_heads))

@@ -18,7 +18,7 @@ from kernels.delta_rule import shared, triton, xla
 from kernels.delta_rule import tpu as delta_rule_tpu
 from kernels.delta_step import tpu as delta_step_tpu
 from tests.close import close
-from tests.kernels.oracle import QUICK
+from tests.kernels.oracle import QUICK, thorough
 
 
 BATCH, SEQ, HEADS, DIM, V_HEADS, V_DIM = 2, 152, 2, 8, 4, 6  # SEQ: divisible by four devices, not by chunks of 64
@@ -31,8 +31,9 @@ KINDS = {
     "no erasing": ({}, dict(erase=False)),
 }
 DEFAULT = ("a channel's decay", "no erasing")  # kinds of the default tier
-EACH = pytest.mark.parametrize(
-    "kind", [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.thorough) for kind in KINDS]
+EACH, EACH_BUT_STRONG = (
+    pytest.mark.parametrize("kind", [kind if kind in DEFAULT else thorough(kind) for kind in kinds])
+    for kinds in (KINDS, [kind for kind in KINDS if kind != "strong decays"])
 )
 
 
@@ -117,7 +118,7 @@ def test_packed_documents_and_padding(kind):
         close({name: ours}, {name: theirs.astype(np.float64)}, terms=800)
 
 
-@pytest.mark.parametrize("kind", ["a head's decay", "no erasing", "a channel's decay"])
+@EACH_BUT_STRONG
 def test_strong_decays_cost_no_digits(kind):
     """Results stay exact although half of the decays are 20 on average, in whose sums weak decays lose all digits."""
     of_arrays, options = KINDS[kind]
@@ -173,7 +174,7 @@ compiled_step = jax.jit(step, static_argnums=0, compiler_options=QUICK)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton", "tpu"])
-@pytest.mark.parametrize("kind", KINDS)
+@EACH
 def test_a_step_changes_its_slots_alone(kind, implementation, monkeypatch):
     """One row reads a slot and writes another, one starts afresh whatever its slot holds, one stays unchanged."""
     of_arrays, options = KINDS[kind]
@@ -229,7 +230,7 @@ def test_split_over_a_mesh():
         close(ours, np.asarray(one, np.float64), terms=400)
 
 
-@EACH
+@pytest.mark.parametrize("kind", [kind if kind == "a channel's decay" else thorough(kind) for kind in KINDS])
 def test_tokens_split_over_the_context(kind):
     """The outputs, the last state, and all gradients equal one device's."""
     given, options = of_kind(kind)
@@ -355,8 +356,8 @@ def test_fused_kernels_run_once_where_a_policy_saves_their_results(implementatio
 @pytest.mark.parametrize(
     ("implementation", "erase", "counted"),
     [
-        ("triton_fused", True, functools.partial(shared.fused_products, erase=True)),
-        ("triton_fused", False, functools.partial(shared.fused_products, erase=False)),
+        thorough("triton_fused", True, functools.partial(shared.fused_products, erase=True)),
+        thorough("triton_fused", False, functools.partial(shared.fused_products, erase=False)),
         ("triton_channels", True, shared.channel_products),
     ],
 )

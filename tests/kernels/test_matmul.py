@@ -20,9 +20,11 @@ from kernels.quantized_matmul.quantize import LARGEST, dequantize, quantize
 from kernels.quantized_matmul.shared import SAVED, Formula
 from kernels.stacked import Stacked
 from tests.close import as_exact, close
+from tests.kernels.oracle import thorough
 
 
 IMPLEMENTATIONS = ["reference", "xla", "tpu", "triton"]
+WITHOUT_TPU = ["reference", "xla", thorough("tpu"), "triton"]  # interpreting the TPU's kernels takes longest
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all of this file's time
 FP8, FP8_WIDE = jnp.float8_e4m3fn, jnp.float8_e5m2
 OPERATIONS = {jnp.int8: kernels.int8_matmul, FP8: kernels.fp8_matmul}
@@ -108,8 +110,17 @@ CASES = [
 # Options of two of these cases, whose programs serve other tests, too.
 FLOAT_ROWS = dict(granularity="channel", activations=False, gradients="float")  # int8
 BY_BLOCKS = dict(granularity="block", activations=True, gradients="float")  # FP8
+
+
+def case_of(implementation, dtype, granularity, *rest):
+    """Returns a case, in the default tier if it is Triton's, or the reference's that Triton has not."""
+    default = implementation == "triton" or (implementation == "reference" and granularity == "mx")
+    marks = () if default else pytest.mark.thorough
+    return pytest.param(implementation, dtype, granularity, *rest, marks=marks)
+
+
 CASES_OF = [
-    pytest.param(implementation, *case, marks=() if implementation in ("reference", "triton") else pytest.mark.thorough)
+    case_of(implementation, *case)
     for implementation in IMPLEMENTATIONS
     for case in CASES
     if implementation not in ("tpu", "triton") or case[1] != "mx"
@@ -253,7 +264,7 @@ def test_a_matrix_that_is_quantised_already(implementation, dtype, granularity):
     close(actual, (np.float64(x) @ stands_for.T, np.float64(d_out) @ stands_for), terms=400)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", WITHOUT_TPU)
 def test_quantised_gradients_of_a_matrix_that_is_quantised_already(implementation):
     """By channel, columns become rows in the backward pass, so the matrix is quantised again."""
     x, w, d_out = arrays()
@@ -271,7 +282,7 @@ def put(x, value, *index):
     return x
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", WITHOUT_TPU)
 @pytest.mark.parametrize("garbage", [np.nan, -np.inf])
 def test_what_is_not_finite_becomes_nan_in_all_of_its_group(implementation, garbage):
     x, w, d_out = arrays()
@@ -288,7 +299,7 @@ def test_what_is_not_finite_becomes_nan_in_all_of_its_group(implementation, garb
     assert np.isfinite(put(out_x, 0, 0, 3)).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", WITHOUT_TPU)
 def test_zeros(implementation):
     x, w, d_out = arrays()
     x[0, 3], w[:128] = 0, 0

@@ -18,7 +18,7 @@ import zoo.__main__
 from tests.close import close
 from tests.train.conftest import devices, losses, run
 from tests.zoo import tiny
-from tests.zoo.programs import MODEL, same
+from tests.zoo.programs import MODEL, same, thorough
 from train import sft
 from train.data.packing import Chat
 from train.run import finetune, folder
@@ -180,6 +180,7 @@ def test_adapters_in_a_pipeline(base, tmp_path, monkeypatch):
     close(losses(metrics), want, terms=2 * MODEL)
 
 
+@pytest.mark.thorough
 def test_adapters_go_on_exactly(base, tuned, tmp_path, stop_after):
     out, metrics, _ = tuned
     stop_after(3)
@@ -207,12 +208,12 @@ def test_more_steps_jump(base, tuned, tmp_path, capsys):
     "changes, words",
     [
         (dict(lora=Lora(rank=4)), r"identity\.lora\.rank is 2, and now it is 4"),
-        (
+        thorough(
             dict(lora=Lora(rank=2, alpha=2.0)),
             r"identity\.lora\.scale \(alpha / rank\) is 2\.0, and now it is 1\.0",
         ),
-        (dict(lora=Lora(rank=2, where="*.q_proj")), r"identity\.lora\.where is layers\.\*, and now .*q_proj"),
-        (dict(lora=LORA, quantize="int8"), r"--quantize was none and is int8"),
+        thorough(dict(lora=Lora(rank=2, where="*.q_proj")), r"identity\.lora\.where is layers\.\*, and now .*q_proj"),
+        thorough(dict(lora=LORA, quantize="int8"), r"--quantize was none and is int8"),
         (dict(), r"identity\.lora\.rank is 2, and now it is 0"),
     ],
 )

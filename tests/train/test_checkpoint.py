@@ -98,7 +98,9 @@ def test_nothing_to_restore(tmp_path):
     assert checkpoints(tmp_path / "new")[0].restore(abstract_state(model(), OPTIMIZER)) is None
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (1, 1), (2, 1), (1, 4), (8, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(2, 4), (1, 1), *(pytest.param(s, marks=pytest.mark.thorough) for s in ((2, 1), (1, 4), (8, 1)))]
+)
 def test_onto_other_devices(folder, sizes):
     devices = jax.devices()[: math.prod(sizes)]
     mesh = jax.make_mesh(sizes, ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=devices)

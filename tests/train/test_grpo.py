@@ -316,6 +316,7 @@ def test_numbers_of_rows(folder):
     assert len(filled_up(batch, 3)["tokens"]) == 3
 
 
+@pytest.mark.thorough
 def test_the_reference_is_the_model_without_adapters(folder, model, batch):
     o, base = options(folder, pathlib.Path(), kl=0.1), model
     adapted = lora.add(base, rank=2, alpha=2.0, key=jax.random.key(0))
@@ -396,6 +397,16 @@ def arguments(folder, out, *more):
     return [str(word) for name, value in usual.items() for word in (f"--{name}", value)] + [str(word) for word in more]
 
 
+def test_the_script_in_short(folder, tmp_path):
+    """The script draws completions, rewards them, and trains and exports all weights."""
+    command("train.grpo", *arguments(folder, tmp_path / "run", "--steps", 1, "--hold-out", 0))
+    (line,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert line["step"] == 1 and 0 <= line["reward"] <= 1 and 1 <= line["length"] <= 6 and 0 < line["padding"] < 1
+    before, after = zoo.load(folder / "model"), zoo.load(tmp_path / "run" / "model")
+    assert not (np.asarray(before.embed_tokens.weight) == np.asarray(after.embed_tokens.weight)).all()
+
+
+@pytest.mark.thorough
 def test_the_script(folder, tmp_path, capsys):
     """The script trains all weights off-policy, near a second copy of the model; a second call has nothing left to do.
     Half of the prompts are held out, and evaluated at each step.

@@ -199,14 +199,14 @@ def expected():
     return jax.jit(jax.value_and_grad(functools.partial(score, naive), (0, 1), has_aux=True))(X, HEAD)
 
 
-@pytest.mark.parametrize("chunk", [8, 40, 1000])
+@pytest.mark.parametrize("chunk", [8, *(pytest.param(n, marks=pytest.mark.thorough) for n in (40, 1000))])
 def test_logprobs_are_those_of_whole_logits(chunk, expected):
     function = functools.partial(score, functools.partial(loss.logprobs, chunk=chunk))
     found = jax.jit(jax.value_and_grad(function, (0, 1), has_aux=True))(X, HEAD)
     close(found, expected, terms=300)
 
 
-@pytest.mark.parametrize("axes", ["fsdp=8", "fsdp=2,context=2,tensor=2"])
+@pytest.mark.parametrize("axes", [pytest.param("fsdp=8", marks=pytest.mark.thorough), "fsdp=2,context=2,tensor=2"])
 def test_logprobs_on_a_mesh(axes, expected):
     mesh = make_mesh(axes)
     with jax.set_mesh(mesh):

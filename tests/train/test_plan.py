@@ -409,6 +409,7 @@ def test_adapters(config, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- methods
 
 
+@pytest.mark.thorough
 def test_preferences(config, monkeypatch):
     """The reference takes two bytes a parameter, or none with adapters, and one more forward pass."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
@@ -428,6 +429,7 @@ def test_preferences(config, monkeypatch):
         planned(method="dpo", seq=100_000)
 
 
+@pytest.mark.thorough
 def test_distillation(config, monkeypatch):
     """A teacher of the student's size takes two bytes a parameter, and one more forward pass; on policy it samples."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
@@ -449,6 +451,7 @@ def test_distillation(config, monkeypatch):
             planned(**changes)
 
 
+@pytest.mark.thorough
 def test_heads(config, monkeypatch):
     """A head saves the work of the output embeddings, and a reward model lies beside GRPO's updates and samples."""
     monkeypatch.setattr(planner, "compile_ahead", refuse(2.0, 1.0))
@@ -548,6 +551,7 @@ def counted(program, mesh):
     return COUNTED._replace(arguments=ahead.device_bytes(program.arguments))
 
 
+@pytest.mark.thorough
 def test_conversations(config, monkeypatch):
     """A row has a prompt and all of its turns, each turn has its tokens, and pages hold them. Of what is not drawn only
     the prompt is shared.
@@ -582,6 +586,7 @@ def test_conversations(config, monkeypatch):
         planned(turns=4, prompt_tokens=261)
 
 
+@pytest.mark.thorough
 def test_one_step_off(config, monkeypatch, capsys):
     """Beside an update, sampling needs a copy of the weights and all else at once; on other devices it has its own."""
     monkeypatch.setattr(planner, "compile_ahead", counted)

@@ -238,6 +238,7 @@ def test_a_run_from_the_file_of_another(words, whole, tmp_path, stopped_at):
     )
 
 
+@pytest.mark.thorough
 def test_remat_auto(words, whole, tmp_path, stopped_at, monkeypatch, capsys):
     """If the memory is known, a run reports its choice, and equals a run with that choice."""
     monkeypatch.setattr(defaults, "device_bytes", lambda: 1e12)
@@ -436,6 +437,7 @@ def test_freeze(words, tmp_path, stopped_at, capsys):
         assert sentence in refused(*options(words, tmp_path / "no", *more, "--hold-out", 0))
 
 
+@pytest.mark.thorough
 def test_not_finite(words):
     out = words / "nan"
     text = refused(*options(words, out, "--lr", "1e30", "--clip-norm", "inf", "--warmup", "0", "--hold-out", "0"))

@@ -217,6 +217,7 @@ def test_options_of_xla_for_training(model, batch, monkeypatch):
         step.lower(init_state(model, SGD), batch).compile()
 
 
+@pytest.mark.thorough
 def test_bfloat16(model, batch, train):
     state, metrics = train(SGD, compute_dtype=jnp.bfloat16)(init_state(model, SGD), batch)
     want, want_metrics = train(SGD)(init_state(model, SGD), batch)

@@ -20,7 +20,7 @@ from kernels import Tokens
 from tests.close import close
 from tests.train.conftest import command, devices
 from tests.zoo import test_tiktoken, tiny
-from tests.zoo.programs import MODEL, TOKENS, error, noise, on_host, packed, same
+from tests.zoo.programs import MODEL, TOKENS, error, noise, on_host, packed, same, thorough
 from tests.zoo.test_lora import assert_like_floats
 from train.step.language import cross_entropy
 from zoo import surgery
@@ -77,7 +77,8 @@ def test_the_cache_holds_576_numbers_a_token_and_layer(name):
 
 
 @pytest.mark.parametrize(
-    "family, surgeon", [(deepseek2, "none"), (deepseek2, "int8"), (deepseek3, "none"), (deepseek3, "lora")]
+    "family, surgeon",
+    [(deepseek2, "none"), thorough(deepseek2, "int8"), thorough(deepseek3, "none"), (deepseek3, "lora")],
 )
 def test_absorbed_equals_expanded(family, surgeon, monkeypatch):
     """A few tokens use the absorbed form; with much padding beside them, they use the expanded one."""
@@ -596,6 +597,7 @@ def test_int4_is_saved_as_stored(int4, tmp_path):
         zoo.save(model, tmp_path, fp8=True)
 
 
+@pytest.mark.thorough
 def test_adapters_over_int4(int4):
     """Experts' adapters have the gradients that they have over the floats that the codes stand for."""
 

@@ -375,6 +375,7 @@ def test_transformers_balance_loss(folders, load, name, padded):
     close(ours, loss.item(), terms=MODEL)
 
 
+@pytest.mark.thorough
 def test_the_losses_teach_the_router_and_what_feeds_it():
     config = mixtral.Config(64, 32, 48, 1, 4, 2, 64, num_local_experts=4)
 
@@ -409,7 +410,7 @@ def gradient(layer_and_x):
     return jnp.sum(jnp.square(layer(x, None)[0]))
 
 
-@pytest.mark.parametrize("change", [None, "int8", "adapters"])
+@pytest.mark.parametrize("change", [None, *map(thorough, ("int8", "adapters"))])
 def test_decoding_leaves_experts_in_their_stack(load, change):
     """The scan over layers slices its inputs, and a kernel would need a copy of each slice."""
     model = load("mixtral")

@@ -39,11 +39,11 @@ GOLDEN = tiny.golden()
 CASES = pytest.mark.parametrize("name", tiny.CONFIGS)
 
 
-@pytest.mark.parametrize("name", by_mechanism(tiny.CONFIGS, MECHANISMS[:4]))
+@pytest.mark.parametrize("name", by_mechanism(tiny.CONFIGS, ("qwen3-window-head", "deepseek3", "lfm2-new")))
 def test_logits(load, name):
     """Logits of two rows are right; and, by the same program, those of two packed documents beside a row with padding.
 
-    In the default tier few run without a cache here; with one, each family's STACK is in test_cache.py.
+    In the default tier few run here; each family's STACK is in the next test, or with a cache in test_cache.py.
     """
     golden, model, cut = GOLDEN[name], load(name), 17
     assert error(packed(model)[0], golden) < 1e-4
@@ -103,10 +103,18 @@ def test_swapped_weights_are_seen(load, name):
         assert error(packed(other)[0], GOLDEN[name]) > 1e-4, list(map(surgery.path_name, paths))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-window-head", "mixtral", "deepseek3"])
-def test_logits_of_tokens_alone(load, name):
-    """Calls without positions and segments are right, by programs that other tests share.
+# Checkpoints of which each layer is another one compile for long; the same families have some with fewer kinds.
+LONG = "laguna-elements", "mimo_v2_flash-new", "qwen3_moe-dense-new"
+SHORT = "qwen3", "laguna", "mimo_v2_flash", "qwen3_moe"
 
+
+@pytest.mark.parametrize(
+    "name", [*SHORT, *(thorough(name) if name in (*MECHANISMS, *LONG) else name for name in STACKS)]
+)
+def test_logits_of_tokens_alone(load, name):
+    """Calls without positions and segments are right.
+
+    In the default tier these are the families that do not represent a mechanism: test_cache.py has the others'.
     `test_live` tests these calls for every checkpoint.
     """
     assert error(forward(load(name), TOKENS), GOLDEN[name]) < 1e-4
@@ -143,6 +151,7 @@ def test_transformers_loads_the_export(load, name, tmp_path):
     close(make_golden.logits(tmp_path), GOLDEN[name], terms=MODEL)
 
 
+@pytest.mark.thorough
 def test_remat_changes_nothing(load):
     model = load("qwen3")
     value = lambda model, remat: jnp.mean(jnp.square(model.unembed(surgery.with_remat(model, remat).hidden(TOKENS)[0])))

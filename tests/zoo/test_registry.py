@@ -44,8 +44,16 @@ INSTRUCT = {
 NAMES: dict[AbstractConfig, list[str]] = {}
 for _name, _config in registry.CONFIGS.items():
     NAMES.setdefault(_config, []).append(_name)
-CONFIGS = pytest.mark.parametrize("config", [pytest.param(config, id=names[0]) for config, names in NAMES.items()])
 FIRST = {type(config): names[0] for config, names in reversed(NAMES.items())}  # a name of each family
+CONFIGS = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=names[0], marks=() if names[0] in FIRST.values() else pytest.mark.thorough)
+        for config, names in NAMES.items()
+    ],
+)
+FACTS_OF = pytest.mark.parametrize("name", [n for n in registry.REPOSITORIES if (FACTS / f"{n}.json").exists()])
+HAVE_FACTS = pytest.mark.skipif(not FACTS.is_dir(), reason="the recorded facts are not beside this checkout")
 
 
 def test_every_config_has_a_name():
@@ -76,13 +84,7 @@ def test_names_are_complete(monkeypatch):
         assert tokenizer.value.args == (repository, False)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(config, id=names[0], marks=() if names[0] in FIRST.values() else pytest.mark.thorough)
-        for config, names in NAMES.items()
-    ],
-)
+@CONFIGS
 def test_config(config, untyped):
     """A config has partition rules, survives config.json, and has tensors with the names and shapes in tiny/."""
     model, family = skeleton(config), registry.family_of(config)
@@ -107,14 +109,22 @@ def test_parameter_count(config):
     assert counts == dict.fromkeys(NAMES[config], sum(x.size for x in jax.tree.leaves(skeleton(config))))
 
 
-@pytest.mark.skipif(not FACTS.is_dir(), reason="the recorded facts are not beside this checkout")
-@pytest.mark.parametrize("name", [n for n in registry.REPOSITORIES if (FACTS / f"{n}.json").exists()])
+@HAVE_FACTS
+@FACTS_OF
 def test_facts(name):
     facts = json.loads((FACTS / f"{name}.json").read_text())
     family = registry.family_for(facts["config"])
     for form in {"config", "hub_config_verbatim"} & facts.keys():
         assert read(family, facts[form] | UNRECORDED.get(name, {})) == zoo.config(name)
     assert registry.REPOSITORIES[INSTRUCT.get(name, name)] == facts["hf_repo"]
+
+
+@pytest.mark.thorough
+@HAVE_FACTS
+@FACTS_OF
+def test_parameter_count_is_that_of_the_facts(name):
+    facts = json.loads((FACTS / f"{name}.json").read_text())
+    family = registry.family_for(facts["config"])
     vision = getattr(tiny.MODULES[family.name], "vision_parameters", lambda config: 0)
     config = zoo.config(name)
     text = sum(math.prod(x.shape) for x in jax.tree.leaves(skeleton(config)))

@@ -416,6 +416,7 @@ def test_calls_in_older_templates(tmp_path, model, tokenizer):
     assert written == greedy(model, tokenizer, f'add{{"a": 41}}{MESSAGES[0]["content"]} 42')
 
 
+@pytest.mark.thorough
 def test_samples_and_seeds(running, tokenizer, monkeypatch):
     asked = {"prompt": PROMPT, "max_tokens": 12, "n": 3, "seed": 7}
     texts = [[choice["text"] for choice in running.ask(COMPLETIONS, **asked)["choices"]] for _ in range(2)]
@@ -525,6 +526,7 @@ def test_requests_at_the_same_time_share_steps(running, model, tokenizer, monkey
     assert max(rows) == 4
 
 
+@pytest.mark.thorough
 def test_fair_turns(model, tokenizer):
     """A free row goes to the owner with the fewest rows, also while samples of another prompt wait."""
     engine = Engine(model, batch=4, max_tokens=ROOM, stops=tokenizer.eos, stride=STRIDE)

@@ -114,6 +114,7 @@ def test_what_ngrams_propose():
     assert np.array_equal(got, want) and np.array_equal(q, np.eye(4)[np.array(want)])
 
 
+@pytest.mark.thorough
 def test_a_draft_that_is_the_model_is_always_right(model):
     (got,) = zoo.complete(model, PROMPTS[:1], stops=NEVER, draft=zoo.ModelDraft(noisy(model, 0), 3), **SHAPE)
     assert {completion.calls for completion in got} == {5}
@@ -200,6 +201,7 @@ def test_distribution(options, vocab):
     assert chi2 < freedom + 4 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.thorough
 def test_draws_do_not_depend_on_others(model, draft):
     """The first sample of each prompt is the same as alone."""
     options = dict(sampling=Sampling(max_new_tokens=20, temperature=1.0), key=jax.random.key(3))
