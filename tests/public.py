@@ -16,6 +16,7 @@ def readme() -> None:
 
 
 def checkpoints() -> None:
+    zoo.keep_programs()
     model = zoo.load("qwen3-0.6b", dtype="bfloat16", mesh="fsdp=-1", revision="main", quantize="int8")
     zoo.save(model, "folder", fp8=True)
     print(zoo.names(), zoo.config("tiny").vocab_size, zoo.inspect("tiny").num_hidden_layers, zoo.fingerprint("tiny"))

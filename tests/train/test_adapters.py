@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import types
 
 import equinox as eqx
 import jax
@@ -19,7 +18,7 @@ from tests.close import close
 from tests.train.conftest import devices, losses, run
 from tests.zoo import tiny
 from tests.zoo.programs import MODEL, same, thorough
-from train import sft
+from train.base.source import SourceOptions
 from train.data.packing import Chat
 from train.run import finetune, folder
 from train.state.optim import make_schedule
@@ -235,7 +234,7 @@ def test_another_base_is_refused(base, model, tuned, tmp_path, monkeypatch):
     finally:
         aside.replace(weights)
     source = Source.open(base / "model")  # a folder has no revisions
-    monkeypatch.setattr(sft, "Source", types.SimpleNamespace(open=lambda *_: source))
+    monkeypatch.setattr(SourceOptions, "open", lambda *_: source)
     adapted = lora.add(model, rank=2, alpha=4.0, key=jax.random.key(0))
     monkeypatch.setattr(finetune, "load", lambda *_, **__: adapted)
     with pytest.raises(ValueError, match=r"--revision was None and is v2"):
