@@ -533,11 +533,11 @@ def test_rollouts(config, monkeypatch, cache):
     monkeypatch.setattr(engine, "init_state", lambda *a, begin=engine.init_state: seen.append(begin(*a)) or seen[-1])
     make = lambda: cast(planner.family_of(config).Model(config, key=jax.random.key(0)), jnp.bfloat16)
     seen, real = [], noise(make)
+    drawing = zoo.Engine(real, batch=20, max_tokens=64 + 24, cache_dtype=None if cache == "auto" else cache)
+    for _ in range(8):
+        drawing.submit([1] * 40, zoo.Sampling(max_new_tokens=24), samples=4)
     with pytest.raises(Read) as found:
-        zoo.complete(
-            real, [[1] * 40] * 8, samples=4, max_new_tokens=24, batch=20,
-            cache_dtype=None if cache == "auto" else cache,
-        )  # fmt: skip
+        drawing.step()
     assert found.value.args[0] == shapes((reading, drawn)) and shapes(drawn) == shapes(state) == shapes(seen)
     assert shapes(model) == shapes(real) and planned.beside == sum(
         ahead.device_bytes(part) for part in (update.arguments[0], update.arguments[2])

@@ -58,6 +58,26 @@ def test_a_function_in_programs_is_the_function():
             close(ours, theirs, terms=30)
 
 
+def test_results_are_the_callers_own():
+    """A caller may give away what it got, also constants and what a loop only hands through."""
+
+    def function(_, x):
+        body = lambda c: (c[0] + 1, layer(x, c[1], c[2], c[0])[0], c[2], c[3])
+        n, y, states, kept = jax.lax.while_loop(
+            lambda c: c[0] < 3, body, (jnp.int32(0), x[:1], jnp.zeros((6, 1, 3)), x)
+        )
+        return n, y, states, kept, layer(x, y, states, jnp.int32(2))[2]
+
+    run, x = in_programs(function, free=None), jax.device_put(WEIGHTS[0])
+    want = jax.tree.map(np.asarray, jax.jit(function, static_argnums=0)(None, x))
+    for _ in range(3):
+        found = run(None, x)
+        for ours, theirs in zip(found, want, strict=True):
+            close(ours, theirs, terms=30)
+        for array in (*found[:3], found[4]):
+            array.delete()
+
+
 def test_marked_calls_are_one_program(monkeypatch):
     made = []
     monkeypatch.setattr(programs, "_compiled", lambda *args, make=programs._compiled: made.append(args) or make(*args))

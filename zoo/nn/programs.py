@@ -119,6 +119,8 @@ class Programs:
             for n, (piece, taken) in enumerate(zip(pieces, inputs, strict=True))
         ]
         self._returned = list(map(place, returned))
+        kept = {*map(id, jaxpr.constvars)}
+        self._copied = [isinstance(v, Literal) or id(v) in kept for v in returned]  # whose memory a caller may reuse
 
     def __call__(self, arrays: Iterable[Any]) -> list[Array]:
         """Computes the function's results, in order. Like its arguments they are the leaves of trees."""
@@ -131,7 +133,8 @@ class Programs:
                 held[at] = None
             for at, array in zip(outputs, results, strict=True):
                 held[at] = array
-        return [held[at] for at in self._returned]
+        pairs = zip(self._returned, self._copied, strict=True)
+        return [jnp.array(held[at]) if copied else held[at] for at, copied in pairs]
 
 
 class _Piece(NamedTuple):
@@ -145,9 +148,10 @@ class _Piece(NamedTuple):
     @property
     def unchanged(self) -> dict[int, int]:
         """Maps the numbers of results that are inputs as they came to the inputs'. The program does not return them."""
-        if self.loop is not None:
-            return {}
         jaxpr = self.traced.jaxpr
+        if self.loop is not None:
+            first, start = self.loop.params["body_nconsts"], len(self.inputs) - len(self.results)
+            return {n: start + n for n, v in enumerate(jaxpr.outvars) if v is jaxpr.invars[first + n]}
         numbers = {v: n for n, v in enumerate(jaxpr.invars)}
         return {n: numbers[v] for n, v in enumerate(jaxpr.outvars) if not isinstance(v, Literal) and v in numbers}
 
@@ -187,8 +191,8 @@ def _loop(eqn: Any, may: Sequence[bool], device: Any) -> Callable[..., Sequence[
     params, body = eqn.params, eqn.params["body_jaxpr"]
     ask = jax.jit(jaxpr_as_fun(params["cond_jaxpr"]), in_shardings=SingleDeviceSharding(device))
     consts, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    # What the body returns as it came, or twice, is not its own.
-    results = body.jaxpr.outvars
+    # What the body returns as it came, or twice, is not its own. The caller gets copies of it, if it gets it at all.
+    results, passed = body.jaxpr.outvars, body.jaxpr.invars[params["body_nconsts"] :]
     own = [not isinstance(v, Literal) and v not in body.jaxpr.invars and results.count(v) == 1 for v in results]
     programs = Programs(body, [False] * params["body_nconsts"] + own, device)
 
@@ -199,7 +203,8 @@ def _loop(eqn: Any, may: Sequence[bool], device: Any) -> Callable[..., Sequence[
         ]
         while ask(*arrays[:consts], *carry)[0]:
             carry = programs([*given, *carry])
-        return carry
+        found = zip(carry, own, results, passed, strict=True)
+        return [x if is_own else jnp.array(x) for x, is_own, v, came in found if v is not came]
 
     return run
 
